@@ -46,6 +46,21 @@ def test_a_size_of_zero_is_refused_with_the_least(option):
     assert "at least 1" in result.stderr
 
 
+def test_a_misspelt_command_is_corrected_once():
+    result = CliRunner().invoke(app, ["fti"])
+    assert result.exit_code == 2
+    assert result.stderr.count("'fit'") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("compnents=3", "did you mean 'components'"), ("rounds", "name=value")]
+)
+def test_a_misspelt_training_option_is_corrected(text, message):
+    result = CliRunner().invoke(app, ["fit", "a.csv", "--label", "y", "--set", text])
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
 def test_help_comes_from_the_docstring():
     def show(
         file: Path,

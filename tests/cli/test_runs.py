@@ -287,6 +287,7 @@ def test_labels_and_classes_with_unlucky_names(tmp_path, label):
         (b"x,x,y\n1,2,a\n", "appears twice"),
         (b"1,2\n3,4\n", "no header"),
         (b"x,z\n1,2\n", "no label column 'y'"),
+        (b"x,Y\n1,2\n", "did you mean 'Y'?"),
         (b"y\na\nb\n", "no column to learn from"),
         (b"x,y\n\x00\x00,a\n", "not a text file"),
     ],

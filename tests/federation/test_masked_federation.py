@@ -529,3 +529,20 @@ def test_a_site_names_the_columns_that_are_not_declared(six_files, tmp_path):
     assert len(lines) == 1
     assert "dose" in lines[0]
     assert "age" not in lines[0]
+
+
+@pytest.mark.parametrize("noise", [{}, {"epsilon": 50.0, "delta": 1e-4, "rounds": 2}])
+def test_a_site_counts_the_values_that_are_not_declared(six_files, tmp_path, noise):
+    """A category that the server has forgotten would otherwise be lost silently."""
+    categories = {**DECLARED["categories"], "ward": ["north", "south"]}
+    declared = Privacy(
+        secure_aggregation=True, bounds={"age": (0, 120)}, categories=categories, **noise
+    )
+    sites = InMemorySites(six_files[:3], tmp_path, fresh=False)
+    rounds = {} if noise else {"rounds": 1}
+    masked(None, tmp_path, sites=sites, privacy=declared, table={"ignore": ("id",)}, **rounds)
+    west = six_files[0].read_text().count("west")
+    lines = [line for line in sites.lines["site_0"] if "declare" in line]
+    assert len(lines) == 2
+    assert "dose" in lines[0]
+    assert f"'ward': {west} values" in lines[1]

@@ -24,6 +24,7 @@ from fedgmm.privacy.accounting import Release, mu_of
 from fedgmm.privacy.ledger import LedgerError
 from fedgmm.privacy.settings import Privacy
 from fedgmm.runs.folder import RunError
+from fedgmm.training.selection import MOST_TRIALS
 from in_memory_sites import InMemorySites, federate, federation_settings
 from small_runs import works
 
@@ -171,6 +172,16 @@ def test_a_server_may_restart_a_few_times_before_the_first_round(site, honest):
         ask(site, start, run=f"{k:016x}")
     with pytest.raises(SiteError, match="another run"):
         ask(site, start, run="f" * 16)
+
+
+def test_a_plan_with_automatic_sizes_has_room_for_every_short_run(site, honest):
+    """The server would otherwise wait without end in a search that finds a gain in every step."""
+    hello, first = of_kind(honest, "hello")[0], of_kind(honest, "round")[0]
+    ask(site, hello, plan={**hello.facts["plan"], "trials": True})
+    for trial in range(MOST_TRIALS + 1):
+        assert ask(site, first, run=f"{trial:016x}").kind == "reply"
+    with pytest.raises(SiteError, match="another run"):
+        ask(site, first, run="f" * 16)
 
 
 def test_rare_texts_do_not_leave_the_site(tmp_path, honest):

@@ -177,6 +177,19 @@ def test_a_section_of_the_configuration(tmp_path):
         config_from(read_config(path))
 
 
+def test_what_is_not_declared_gets_a_note(files, tmp_path):
+    categories = {"sex": ("f",), "sick": ("no", "yes")}
+    privacy = Privacy(
+        epsilon=1e4, delta=1e-4, rounds=1, bounds={"age": (0, 110)}, categories=categories
+    )
+    sizes = {"components": 1, "learners": 1}
+    found = fit(str(files / "*.csv"), "sick", tmp_path / "run", **sizes, privacy=privacy)
+    others = sum(path.read_text().count(",m,") for path in files.iterdir())
+    notes = found.metrics["notes"]
+    assert any("not used: name." in note for note in notes)
+    assert any(f"'sex': {others} values" in note for note in notes)
+
+
 def test_one_pair_declares_all_numbers():
     found = declared(
         ["a", "b", "y"], TableOptions("y"), (0.0, 4.0), {"y": ("0", "1"), "b": ("u", "v")}

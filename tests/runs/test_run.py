@@ -134,6 +134,27 @@ def test_unknown_columns_are_ignored_with_a_note(run, tmp_path):
     assert any("extra" in note for note in found.notes)
 
 
+def test_all_missing_columns_are_named_with_similar_ones(run, tmp_path):
+    path = tmp_path / "odd.csv"
+    path.write_text("Age,dosis\n1,2\n")
+    with pytest.raises(TableError, match=r"'age'.*'ward'.*did you mean 'Age'"):
+        run.predict(path)
+    path.write_text("age,dosse,ward\n1,2,north\n")
+    (lacking, _) = run.predict(path).notes  # dose has missing values in training
+    assert "did you mean 'dosse'" in lacking
+
+
+def test_a_table_in_memory_is_refused_in_place_of_a_file(run):
+    for ask in (run.predict, run.detect, lambda rows: run.evaluate([rows], "oslo")):
+        with pytest.raises(TypeError, match="path"):
+            ask(np.zeros((3, 3)))
+
+
+def test_the_text_of_a_run_is_short(run, finished):
+    assert str(finished / "run") in repr(run)
+    assert len(repr(run)) < 400
+
+
 def test_a_single_row_will_do(run, tmp_path):
     path = tmp_path / "one.csv"
     path.write_text("age,dose,ward\n50,,north\n")
@@ -196,6 +217,17 @@ def test_a_file_of_any_name_is_evaluated_for_a_client(run, finished):
     assert other.log_loss == own.log_loss
     with pytest.raises(ValueError, match="stranger"):
         run.evaluate([finished / "oslo.csv"], "stranger")
+
+
+def test_evaluation_notes_what_a_file_lacks_and_that_it_was_trained_on(run, finished):
+    rows = draw_rows(np.random.default_rng(5), 10)
+    path = write_csv(finished / "oslo.csv", rows, without=("dose",))
+    with pytest.warns(UserWarning, match="dose"):
+        run.evaluate([path])
+    trained = next(iter(json.loads(run.folder.environment.read_text())["files"]))
+    shutil.copy(trained, finished / "copy.csv")
+    with pytest.warns(UserWarning, match="used in training"):
+        run.evaluate([finished / "copy.csv"], "oslo")
 
 
 def test_an_unknown_split_is_refused(run):

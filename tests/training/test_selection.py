@@ -15,6 +15,7 @@ from fedgmm.training.checkpoint import Checkpoint
 from fedgmm.training.local import train
 from fedgmm.training.options import TrainingOptions
 from fedgmm.training.selection import (
+    MOST_TRIALS,
     MixtureSelection,
     choose_sizes,
     label_noise,
@@ -255,6 +256,19 @@ def test_ridge_and_refit_are_chosen_with_the_sizes():
     mlp = TrainingOptions(learner="mlp")
     chosen, _ = choose_sizes(mlp, open_choices, **many, sizes_given=False)
     assert (chosen.ridge, chosen.refit) == (1.0, False)
+
+
+def test_the_longest_search_keeps_to_the_number_of_trials():
+    """Sites of a federation agree to this many short runs."""
+    tried = []
+
+    def score(options, evidence):
+        tried.append((options, evidence))
+        return float(len(tried))
+
+    options = TrainingOptions(components="auto", learners="auto")
+    choose_sizes(options, ["ridge"], rows=10**6, columns=4, score=score)
+    assert 16 < len(tried) <= MOST_TRIALS
 
 
 def test_trials_run_without_patience():

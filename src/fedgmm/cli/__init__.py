@@ -43,6 +43,15 @@ class _OneSentenceErrors(TyperGroup):
             typer.echo(f"Error: {_sentence(error)}", err=True)
             raise typer.Exit(1) from None
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            # typer and click (8.4 and newer) suggest the same command
+            if "Did you mean" in str(error) and getattr(error, "possibilities", None):
+                error.possibilities = None  # type: ignore[attr-defined]
+            raise
+
     def _invoke_on_first_rank(self, ctx: Any) -> Any:
         """Run the command; of several processes of ``torchrun``, the first runs it and the others help."""
         if os.environ.get("WORLD_SIZE", "1") == "1":  # before the heavy imports

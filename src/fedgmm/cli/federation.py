@@ -74,9 +74,11 @@ def server(
         keys_folder: Folder with the public keys (NAME.pub) of accepted sites.
         insecure: No encryption, and every site is accepted; only for tests.
         clients: Number of sites that are expected.
-        min_clients: Fewest sites that a round closes with. Default: all.
-        round_timeout: Seconds until a round closes without missing sites, if --min-clients replied.
-        min_rows: Sites withhold moments, learners and centroids of fewer rows than this.
+        min_clients: Smallest number of replies for a round. Default: one from every expected site.
+        round_timeout: Seconds until a round closes without the missing sites, if --min-clients replied.
+            Default: 60.
+        min_rows: Sites withhold moments, learners and centroids of components in which they have fewer
+            rows. Default: 0, because each site has its own number.
         max_share: Largest share of all rows that a site counts for. Default: three times the median site.
         max_norm: Sums per row that are more than this many times the median of the sites count less.
             Default: 3, and 10 with fewer than six sites.

@@ -180,14 +180,15 @@ def fit(
             data, otherwise 3.
         learners: Number of learners, or auto to choose it on validation rows. Default: auto for small data,
             otherwise 3.
-        learner: Kind of learner: linear or mlp.
+        learner: Kind of learner: linear or mlp. Default: linear.
         pca: Number of principal components by which the Gaussians see the vectors (without vectors: all
             columns). Default: 48 for longer vectors, else no reduction.
-        rounds: Largest number of rounds.
-        seed: Seed of all random numbers.
-        device: cpu, cuda or auto.
+        rounds: Largest number of rounds; training ends earlier once the likelihood has converged. Default:
+            100.
+        seed: Seed of all random numbers. Default: 0.
+        device: cpu, cuda or auto. Default: cpu.
         set_: Another training option, as name=value. May be repeated.
-        checkpoint_every: Rounds between two checkpoints.
+        checkpoint_every: Rounds between two checkpoints. Default: 5.
         epsilon: Budget of differential privacy; needs --delta, --bounds and --categories.
         delta: Probability with which the budget may fail, such as 1e-5.
         unit: What a budget protects: row, person or client. Default: row.
@@ -281,13 +282,13 @@ def _assignment(text: str) -> tuple[str, Any]:
     """Parse ``lr=0.03`` into a name and a value, written as in TOML; texts need no quotes."""
     import tomllib
 
+    from fedgmm.core.checks import check_known
     from fedgmm.runs.config import TRAINING
 
     name, equals, value = (part.strip() for part in text.partition("="))
-    if not equals or name not in TRAINING:
-        raise typer.BadParameter(
-            f"--set takes name=value, got {text!r}; the names are {', '.join(sorted(TRAINING))}."
-        )
+    if not equals:
+        raise typer.BadParameter(f"--set takes name=value, such as rounds=50, got {text!r}.")
+    check_known("--set: there is no training option", name, TRAINING, typer.BadParameter)
     try:
         return name, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -436,7 +437,8 @@ def predict(
 
     Options:
         file: Rows to predict; labels are not needed.
-        client: Client whose weights are used; default: the federation's weights.
+        client: Client whose weights are used; default: the client column of the file, otherwise the
+            federation's weights.
     """
     import numpy as np
 

@@ -155,7 +155,7 @@ def guess_label_counts(
 ) -> Tensor:
     """Guess ``n_c(m, y)`` of a client without labels from the learners' predictions, ``(M, K)``.
 
-    A few iterations of EM, starting from the federation's frequencies, on
+    Run a few iterations of EM, starting from the federation's frequencies, on
     ``P_c(x) ∝ Σ_m π_c(m) N(x; μ_m1, Σ_m1) Σ_y P_θm2(y|x) P_c(y|m) / P(y|m)``. A few suffice where
     the learners are sure of the labels, and more would amplify their errors. The result counts for
     at most ``guess_rows`` rows, because many rows would amplify errors as well. ``log_joint`` and

@@ -44,7 +44,7 @@ def contrasts(classes: int) -> Tensor:
 def newton_sums(logits: Tensor, inputs: Tensor, labels: Tensor, weights: Tensor) -> NewtonSums:
     """Return gradient and Hessian of ``Σ_i w_i(m) CE_i(θ_m)`` on a block of rows.
 
-    ``logits`` are those of the learners as they are, ``(n, M, K)``; ``inputs`` are ``(n, d)``,
+    ``logits`` of the current learners are ``(n, M, K)``; ``inputs`` are ``(n, d)``,
     ``labels`` ``(n,)``, and ``weights`` ``w_i(m)``, ``(n, M)``.
     """
     classes = logits.shape[-1]

@@ -94,6 +94,16 @@ class DeclaredColumns:
         """All columns, numbers first."""
         return (*self.bounds, *self.categories)
 
+    def undeclared(self, summary: ClientSummary) -> dict[str, int]:
+        """Return the number of values per column that are not among its declared categories."""
+        found = {}
+        for name, texts in self.categories.items():
+            own = summary.columns.get(name)
+            present = 0 if own is None else summary.rows - own.missing
+            if count := present - sum(_counts(own, texts)):
+                found[name] = count
+        return found
+
     def declare_sums(self) -> dict[str, Sum]:
         """Declare the sums of a table."""
         numbers = len(self.bounds) + (self.target is not None)

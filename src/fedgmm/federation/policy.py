@@ -30,6 +30,7 @@ from fedgmm.privacy.accounting import Release, mu_of
 from fedgmm.privacy.ledger import Budget, BudgetError, Entry, Ledger, witness_of
 from fedgmm.privacy.settings import Privacy
 from fedgmm.privacy.site_sets import Released
+from fedgmm.training.selection import MOST_TRIALS
 
 _EXACT = ("moments", "covariance", "start", "cells", "assigned", "round", "score")
 """Kinds of requests for sums without noise."""
@@ -39,7 +40,6 @@ TRAINING_REQUESTS = (*_EXACT[1:], "release", "finish")
 
 _VERSION = 1
 _MOST_STARTS = 3  # runs that end before their first round, such as when a server is restarted
-_MOST_TRIALS = 16
 _MOST_HELLOS = 3  # summaries: the first, and more columns as categories
 _SMALLEST_TRAINING_SHARE = 1 / 3
 _LARGEST_DELTA = 1e-5  # with --max-epsilon alone: with a large delta, epsilon means nothing
@@ -138,8 +138,8 @@ class Policy:
         share = split[0] if isinstance(split, (list, tuple)) and split else 0.0
         if not isinstance(share, (int, float)) or share < _SMALLEST_TRAINING_SHARE:
             raise RefusedRequestError(
-                f"the server asks for a training split of {share!r:.20}, and so few rows could be "
-                "recognised; this site takes part with a third of its rows or more."
+                f"the server asks for a training split of {share!r:.20}, in which single rows could be "
+                "recognised; this site takes part with at least a third of its rows."
             )
 
     def _pinned_options(self, request: Message) -> Mapping[str, Any]:
@@ -182,7 +182,7 @@ class Policy:
         """Raise unless the site may take part in one more run."""
         runs = self._state["runs"].values()
         trained = sum(bool({"round", "release"} & set(one["asked"])) for one in runs)
-        most = 1 + _MOST_TRIALS if self._planned("trials") else 1
+        most = 1 + MOST_TRIALS if self._planned("trials") else 1
         if trained >= most or len(runs) - trained >= _MOST_STARTS:
             raise RefusedRequestError(
                 "this site has agreed to another run; its owner can start the client with --forget to "

@@ -31,7 +31,7 @@ from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.tables.columns import FileFormat
 from fedgmm.data.tables.errors import TableError
 from fedgmm.data.tables.preprocessing import TableOptions
-from fedgmm.data.tables.summaries import look_like_names
+from fedgmm.data.tables.summaries import ClientSummary, look_like_names
 from fedgmm.federation.declared import DeclaredColumns, bounds_of_columns
 from fedgmm.federation.folders import RUN_ID, SiteFolder, write_shared_model
 from fedgmm.federation.job import SCORE, SHARED_METRICS, Job, shared_model
@@ -79,6 +79,7 @@ from fedgmm.training.checkpoint import Phase, Progress
 from fedgmm.training.local import projected
 from fedgmm.training.private import unit_weights, vector_of
 from fedgmm.training.state_arrays import StateError
+from fedgmm.wording import counted
 
 Content = tuple[Arrays, dict[str, Any]]
 
@@ -129,7 +130,7 @@ class Site:
         self.unusable: str | None = None
         self._folder = SiteFolder(settings.out)
         self._folder.check()
-        self._plan_shown = False
+        self._plan_shown = self._undeclared_shown = False
         self._described: tuple[Message, Job] | None = None  # the last request, parsed
         self._policy = Policy(settings)
         if settings.forget:
@@ -307,8 +308,17 @@ class Site:
     def _moments(self, request: Message) -> Content:
         """Return masked sums of the declared columns, for the agreement on the preprocessing."""
         table = self._asked_table(request)
+        declared, summary = self._declared(table)
+        self._check_rows(summary.rows, _whole(request, "min_rows"))
+        return self._sent(request, declared.sums(summary), declared.declare_sums(), torch.float64)
+
+    def _declared(self, table: TableOptions) -> tuple[DeclaredColumns, ClientSummary]:
+        """Return the declared columns and the site's summary; log once what the run does not use."""
         declared = DeclaredColumns.of(self._policy.privacy, table)
         summary = self.table.summary(table, list(declared.categories))
+        if self._undeclared_shown:
+            return declared, summary
+        self._undeclared_shown = True
         entries = {f"{name}_{i}" for name, width in summary.vectors.items() for i in range(width)}
         present = {*summary.columns, *summary.vectors} - entries - set(table.left_out)
         unused = sorted(present - {*declared.names, *declared.vectors})
@@ -316,8 +326,12 @@ class Site:
             self.notify(
                 f"columns that the server does not declare are not used: {', '.join(unused)}"
             )
-        self._check_rows(summary.rows, _whole(request, "min_rows"))
-        return self._sent(request, declared.sums(summary), declared.declare_sums(), torch.float64)
+        for name, count in declared.undeclared(summary).items():
+            self.notify(
+                f"column {name!r}: {counted(count, 'value is', 'values are')} not among its declared "
+                "categories and count as none of them"
+            )
+        return declared, summary
 
     def _covariance(self, request: Message) -> Content:
         """Return second moments of the standardised columns that are reduced, for principal components.
@@ -685,6 +699,8 @@ class Site:
             raise UnfitError(f"the federation wants an accelerator: {error}") from None
         if job.privacy is None:  # noise hides how many rows there are, and a refusal would show it
             self._check_rows(len(dataset.train), job.min_rows, "training rows")
+        elif request.kind == "release" and not self._undeclared_shown:
+            self._declared(job.table)
         rows = projected(dataset.training_rows(device, job.training_dtype), job.projection)
         if exact:
             return job, rows

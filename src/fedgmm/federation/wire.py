@@ -185,7 +185,7 @@ def put_personal(arrays: Arrays, personal: Any) -> None:
 
 
 def take_personal(arrays: Arrays, newcomer: Any) -> Any:
-    """Remove and return the personal part that was sent, or else that of a newcomer."""
+    """Remove the personal part from a message and return it; without one, return a newcomer's."""
     sent = {name: arrays.pop(name) for name in list(arrays) if name.startswith(_START)}
     parts = _personal_parts(newcomer)
     if not all(_START + name in sent for name in parts):

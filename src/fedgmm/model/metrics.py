@@ -329,8 +329,7 @@ class Evaluation:
         """Return one line with the main metrics."""
         return (
             f"Evaluation of {counted(len(self.clients), 'client')}: accuracy "
-            f"{self.mean_accuracy:.4f} mean, "
-            f"{self.weighted_accuracy:.4f} by rows, {self.worst_decile:.4f} worst decile; "
+            f"{self.mean_accuracy:.4f} mean, {self.weighted_accuracy:.4f} of all rows; "
             f"log-loss {self.mean_log_loss:.4f}"
         )
 

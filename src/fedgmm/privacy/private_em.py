@@ -190,8 +190,9 @@ def whitened(
     """Return coordinates in which the rows have covariance one, and the leading directions.
 
     The matrix is shrunk towards a sphere by as much as noise made it (James and Stein). Directions whose
-    eigenvalues noise could have made are not stretched, because that would amplify the noise: few rows
-    are not whitened at all.
+    eigenvalues may be noise alone are not stretched, because that would amplify the noise. So with few
+    rows nothing is whitened.
+
     Without ``whiten`` only the directions are found, for Gaussians whose axes are the columns.
     """
     d, k = current.projection.shape

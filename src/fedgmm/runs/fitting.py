@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedgmm.data.tables.agreement import declared
+from fedgmm.data.tables.errors import listed, quoted
 from fedgmm.data.tables.files import Notify, find_tables
 from fedgmm.data.tables.loading import Tables, agreement, on_disk_if_large, read_tables
 from fedgmm.data.tables.persons import training_persons
@@ -335,7 +336,27 @@ def _declared(tables: Tables, privacy: Privacy) -> Preprocessing:
     if not isinstance(bounds, dict) and isinstance(bounds[0], tuple):
         raise PrivacyError("Name the columns of bounds, such as age = [0, 110], or give one pair.")
     header = list(dict.fromkeys(name for own in tables.files for name in own.file.header))
-    return declared(header, tables.options, bounds, privacy.categories or {})
+    found = declared(header, tables.options, bounds, privacy.categories or {})
+    ignored = [one.name for one in found.columns if one.role == "ignored"]
+    ignored = [name for name in ignored if name != privacy.person]
+    if ignored:
+        tables.notes.append(
+            f"Columns without declared bounds or categories are not used: {listed(ignored)}."
+        )
+    for column in found.used:
+        own = [
+            one.columns[column.name]
+            for one in tables.summaries.values()
+            if column.name in one.columns
+        ]
+        texts = [one.categories or {} for one in own if one.kind == "text"]
+        others = sum(n for one in texts for text, n in one.items() if text not in column.categories)
+        if column.role == "category" and others:
+            tables.notes.append(
+                f"Column {quoted(column.name)}: {counted(others, 'value is', 'values are')} not among its "
+                "declared categories and count as none of them."
+            )
+    return found
 
 
 def usual_pca(vectors: int, rows: int) -> int | None:

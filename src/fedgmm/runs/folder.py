@@ -276,6 +276,16 @@ def fingerprints(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
     return {str(path): {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths}
 
 
+def is_data_file(folder: RunFolder, path: Path) -> bool:
+    """Return whether a file has the content of one that the run was trained on."""
+    if not folder.environment.is_file() or not path.is_file():
+        return False
+    known = read_json(folder.environment).get("files", {}).values()
+    if path.stat().st_size not in {facts["bytes"] for facts in known}:
+        return False
+    return sha256_of(path) in {facts["sha256"] for facts in known}
+
+
 def check_files_unchanged(folder: RunFolder) -> None:
     """Raise :class:`RunError` if a data file of the run is missing or has changed."""
     if not folder.environment.is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from fedgmm.core.checks import check_choice
 from fedgmm.data.embed import Embedding
 from fedgmm.data.tables.errors import TableError
-from fedgmm.data.tables.files import Notify, client_name, find_tables
+from fedgmm.data.tables.files import Notify, client_name, find_tables, path_of
 from fedgmm.data.tables.loading import Rows, read_rows
 from fedgmm.data.tables.preprocessing import Preprocessing
 from fedgmm.methods.base import DENSITY
@@ -28,7 +29,14 @@ from fedgmm.model.novelty import SCORES, NoveltyResult, Score
 from fedgmm.model.predictions import probabilities
 from fedgmm.model.saving import load
 from fedgmm.runs.config import RunConfig, config_from, read_config
-from fedgmm.runs.folder import RunError, RunFolder, check_files_unchanged, read_json, write_json
+from fedgmm.runs.folder import (
+    RunError,
+    RunFolder,
+    check_files_unchanged,
+    is_data_file,
+    read_json,
+    write_json,
+)
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:
@@ -150,6 +158,10 @@ class FederatedRun:
     preprocessing: Preprocessing
     dataset: FederatedDataset | None = None
 
+    def __repr__(self) -> str:
+        """Return the folder and a description of the model."""
+        return f"FederatedRun in {self.folder.home}\n{self.model!r}"
+
     @property
     def config(self) -> RunConfig:
         """The configuration of the run."""
@@ -209,6 +221,14 @@ class FederatedRun:
         owners, matrices, labels = [], [], []
         for path in find_tables(files) if self._embedding is None else map(Path, files):
             rows = self._read(path, label_needed=True, notify=notify)
+            notes = list(rows.notes)
+            if is_data_file(self.folder, Path(path)):
+                notes.append(
+                    f"{Path(path).name} is a file of this run, so most of its rows were used in training; "
+                    "evaluate without files for the test rows alone."
+                )
+            for note in notes:
+                warnings.warn(note, stacklevel=2)
             assert rows.labels is not None
             if rows.unknown_labels:
                 raise TableError(
@@ -290,7 +310,7 @@ class FederatedRun:
             decision = self.model.decision(**chosen)
         else:
             self.model.check_decision(**chosen)
-        path = Path(file)
+        path = path_of(file)
         rows = self._read(path, ids=ids, notify=notify)
         notes = list(rows.notes)
         owner: Any = None
@@ -375,7 +395,7 @@ class FederatedRun:
             raise RunError(
                 "The run has no held-out rows to calibrate on; train again with more rows per client."
             )
-        path = Path(file)
+        path = path_of(file)
         needs_labels = score in ("y", "joint")
         rows = self._read(path, label_needed=needs_labels, ids=ids, notify=notify)
         labels = None
@@ -478,7 +498,7 @@ class FederatedRun:
                 raise RunError(
                     f"Client {client!r} took part in training; add --replace to learn new weights."
                 )
-            adapted = self._adapt(client, Path(file), notify)
+            adapted = self._adapt(client, path_of(file), notify)
             record = {
                 "client": client,
                 "rows": adapted.rows,

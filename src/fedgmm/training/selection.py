@@ -41,6 +41,10 @@ _FEW_ROWS = 1000  # validation rows; fewer choose by chance too often
 _FOLDED_NOISE = 0.25  # of cross-validated scores: about one standard error of a difference
 _FOLDS = 3  # parts of the training and validation rows that are held out in turn
 _ALWAYS_ALLOWED = 10  # Gaussians or learners, even if there are fewer rows
+_CANDIDATES = (1, 2, 3, 4, 5, 6, 8, 10)  # numbers of Gaussians and of learners
+
+MOST_TRIALS = 2 * len(_RIDGES) + 3 * len(_CANDIDATES)
+"""Largest number of short runs of :func:`choose_sizes`: two choices of ``ridge``, three searches."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ def select_mixture(
     *,
     components: int | None = None,
     learners: int | None = None,
-    candidates: Sequence[int] = (1, 2, 3, 4, 5, 6, 8, 10),
+    candidates: Sequence[int] = _CANDIDATES,
     rows: int | None = None,
     noise: float = 1.0,
     rounds: int = _TRIAL_ROUNDS,

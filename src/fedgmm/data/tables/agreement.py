@@ -18,7 +18,7 @@ import numpy as np
 
 from fedgmm.core.moments import pool
 from fedgmm.data.tables.columns import TRUTH, kind_of_text
-from fedgmm.data.tables.errors import joined, listed, quoted
+from fedgmm.data.tables.errors import joined, listed, quoted, similar_name
 from fedgmm.data.tables.preprocessing import (
     KIND_NAMES,
     OTHER,
@@ -95,9 +95,14 @@ def agree_on_columns(
                 f"no other client has any of its columns, such as {quoted(mine[0])}; correct the names "
                 "of its columns.",
             )
-    for name in (*options.categorical, *options.left_out):
-        if name not in (*names, options.label, options.client_column):
-            raise ValueError(f"There is no column {quoted(name)}; the columns are {listed(names)}.")
+    named = {"--categorical": options.categorical, "--ignore": options.ignore, "--id": options.id}
+    for option, given in named.items():
+        for name in given:
+            if name not in (*names, options.label, options.client_column):
+                hint = similar_name(name, names)
+                raise ValueError(
+                    f"{option}: there is no column {quoted(name)}{hint}; the columns are {listed(names)}."
+                )
     entries = {
         f"{vector}_{entry}": vector
         for own in summaries.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,13 @@ def listed(names: Sequence[str]) -> str:
     """Return the first few names for a message."""
     shown = [quoted(name)[1:-1] for name in names[:_MOST_NAMES]]
     return ", ".join(shown) + (", …" if len(names) > _MOST_NAMES else "")
+
+
+def similar_name(name: str, names: Sequence[str]) -> str:
+    """Return `` (did you mean 'age'?)`` if one of the ``names`` is similar, otherwise an empty text."""
+    lower = {one.lower(): one for one in names}
+    near = get_close_matches(name.lower(), lower, 1)
+    return f" (did you mean {quoted(lower[near[0]])}?)" if near else ""
 
 
 def joined(names: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,17 @@ def find_tables(sources: Iterable[str | Path]) -> list[Path]:
     return list({path.absolute(): path for path in found}.values())
 
 
+def path_of(source: str | Path) -> Path:
+    """Return the path of a file, or raise ``TypeError`` if a table in memory is given instead."""
+    if not isinstance(source, (str, PathLike)):
+        raise TypeError(
+            f"The path of a file is needed, got {type(source).__name__}; write the table to a file first."
+        )
+    return Path(source)
+
+
 def _tables_of(source: str | Path) -> list[Path]:
-    path = Path(source)
+    path = path_of(source)
     if path.is_dir():
         here = sorted(child for child in path.iterdir() if _is_table(child) and child.is_file())
         if not here:

@@ -50,7 +50,7 @@ from fedgmm.data.tables.columns import (
     kind_of_text,
     without_beyond,
 )
-from fedgmm.data.tables.errors import TableError, ValueKindError, joined, quoted
+from fedgmm.data.tables.errors import TableError, ValueKindError, joined, quoted, similar_name
 from fedgmm.data.tables.errors import listed as list_of
 from fedgmm.data.tables.files import Notify, TableFile, client_name, find_tables, memory_needed
 from fedgmm.data.tables.preprocessing import (
@@ -107,7 +107,7 @@ class ClientsFile:
                 if file.looks_headless:
                     raise no_header(file.path, header)
                 problem = f"there is no {role} column {quoted(name)}"
-                full = f"{problem}; the columns are {list_of(header)}."
+                full = f"{problem}{similar_name(name, header)}; the columns are {list_of(header)}."
                 raise TableError(file.path, full, public=problem)
         if not self.used:
             others = " and those to ignore" if self.ignored else ""

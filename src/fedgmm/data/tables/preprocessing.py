@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -38,7 +38,7 @@ from fedgmm.data.tables.columns import (
     kind_of_text,
     without_point,
 )
-from fedgmm.data.tables.errors import TableError, ValueKindError, listed, quoted
+from fedgmm.data.tables.errors import TableError, ValueKindError, listed, quoted, similar_name
 from fedgmm.data.tables.summaries import look_like_names
 
 Role = Literal["number", "date", "category", "ignored"]
@@ -545,27 +545,37 @@ class Preprocessing:
         here = set(names)
         known = {column.name for column in self.columns}
         absent = [column for column in self.used if column.name not in here]
-        for column in absent:
-            if not (column.optional or column.indicator) or len(absent) == len(self.used):
-                wanted = column.vector or column.name
-                other = [name for name in vectors if f"{name}_0" not in known]
-                if column.vector and other:
-                    problem = (
-                        f"its column of vectors {quoted(other[0])} was embedded with another encoder than "
-                        f"{quoted(wanted)} of the model; embed it again with the same encoder, weights "
-                        "and size"
-                    )
-                    raise TableError(path, f"{problem}.", public=problem)
-                raise TableError(
-                    path, f"the column {quoted(wanted)} is missing; the model needs it."
-                )
+        others = {self.labels.name, self.client_column or "", *self.ids}
+        unknown = [name for name in names if name not in known | others]
+        needed = [
+            column.vector or column.name
+            for column in absent
+            if not (column.optional or column.indicator) or len(absent) == len(self.used)
+        ]
+        other = [name for name in vectors if f"{name}_0" not in known]
+        embedded = [column.vector for column in absent if column.vector in needed]
+        if embedded and other:
+            problem = (
+                f"its column of vectors {quoted(other[0])} was embedded with another encoder than "
+                f"{quoted(embedded[0])} of the model; embed it again with the same encoder, weights "
+                "and size"
+            )
+            raise TableError(path, f"{problem}.", public=problem)
+        if needed:
+            needed = [*dict.fromkeys(needed)]
+            many, near = len(needed) > 1, _similar(needed, unknown)
+            raise TableError(
+                path,
+                f"{'columns are' if many else 'a column is'} missing that the model needs: "
+                f"{', '.join(map(quoted, needed[:8]))}{', …' if len(needed) > 8 else ''}{near}; correct "
+                "the header, or give a file with all columns of training.",
+            )
         if label_needed and self.labels.name not in here:
             raise TableError(path, f"the label column {quoted(self.labels.name)} is missing.")
-        known |= {self.labels.name, self.client_column or "", *self.ids}
-        unknown = [name for name in names if name not in known]
         file, lacking = Path(path).name, [*dict.fromkeys(c.vector or c.name for c in absent)]
+        near = _similar(lacking, unknown)
         found = {
-            f"{listed(lacking)} not in the file; counted as missing values.": absent,
+            f"{listed(lacking)} not in the file; counted as missing values{near}.": absent,
             f"{listed(unknown)} not used, because training had no such column.": unknown,
         }
         return [f"{file}: {note}" for note, columns in found.items() if columns]
@@ -619,3 +629,9 @@ class Preprocessing:
             tuple(record.get("ids", ())),
             FileFormat(**written),
         )
+
+
+def _similar(absent: Sequence[str], unknown: Sequence[str]) -> str:
+    """Return hints about unknown columns of a file with names similar to absent ones."""
+    hints = dict.fromkeys(similar_name(name, unknown) for name in absent)
+    return "".join(hints)
