@@ -396,17 +396,19 @@ def lonely(seed, rows=100):
     return data, model, small(4000)
 
 
-def test_a_small_client_with_a_region_of_its_own_has_its_own_rate():
+@pytest.mark.parametrize("rows", [100, 1000])
+def test_a_client_with_a_region_of_its_own_has_its_own_rate(rows):
     """5 % asked: 2 to 8 % seen on fresh rows in each of 20 seeds; the pooled threshold flags far more."""
     own, pooled = [], []
     for seed in range(20):
-        _, model, fresh = lonely(seed)
+        _, model, fresh = lonely(seed, rows)
         own.append(model.novelty(fresh, client="small").novel.mean())
         pooled.append(model.novelty(fresh).novel.mean())
     assert 0.04 <= np.mean(own) <= 0.06
     assert min(own) >= 0.02
     assert max(own) <= 0.08
-    assert np.mean(pooled) > 0.2
+    if rows == 100:
+        assert np.mean(pooled) > 0.2
 
 
 def test_few_rows_of_a_client_count_beside_those_of_all_clients():
@@ -458,11 +460,11 @@ def test_clients_per_row_and_rates_per_client(tmp_path):
 
 
 def test_a_large_client_is_compared_with_its_own_held_out_rows():
-    data, model, _ = lonely(1, rows=1200)
+    data, model, _ = lonely(1, rows=5200)
     model.calibrate()
     x = data.test.inputs.numpy()[:40]
     own = model.calibration["own_x"][model.calibration["client"] == 5]
-    assert len(own) >= 200
+    assert len(own) >= 1000
     np.testing.assert_array_equal(
         model.novelty(x, client="small").p_values,
         conformal_p_values(own, model.score_samples(x, "small")),
