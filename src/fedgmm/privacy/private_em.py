@@ -50,7 +50,7 @@ _CELL_ROUNDS = 50  # of EM on the histogram
 _STEPS = 60
 _REACHED = 0.8  # length to which rows are shortened in gradients, relative to the usual length
 _PENALTY = 2.0  # per row, of learners whose gradients are half noise
-_LOOSE = 0.01  # of the penalty of exact steps: their rows may be few, those under noise are many
+_LOOSE = 1e-5  # of the penalty of exact steps: it is relative to few rows, and units under noise are many
 _CLOSE = 1e-3  # change of the parameters at which Newton's method ends
 
 
