@@ -11,6 +11,7 @@ import torch
 from fedgmm import FederatedDataset, Privacy, train
 from fedgmm.core.gaussians import gaussians
 from fedgmm.core.newton import newton_sums
+from fedgmm.privacy.noisy_sums import NoisySums, Part
 from fedgmm.privacy.private_em import (
     MeanGradient,
     Mixture,
@@ -19,6 +20,7 @@ from fedgmm.privacy.private_em import (
     unscaled,
     whitened,
 )
+from fedgmm.privacy.private_method import NormBins
 
 
 def test_values_are_shrunk_by_as_much_as_they_are_noise():
@@ -37,6 +39,14 @@ def test_gradients_that_differ_by_noise_are_averaged_and_others_replaced():
     torch.testing.assert_close(alike.variance, torch.tensor([1.0]).double())
     moved = MeanGradient(one, noise * 1e-6).updated(MeanGradient(2.0 * one, noise * 1e-6))
     torch.testing.assert_close(moved.values, 2.0 * one, rtol=0, atol=1e-4)
+
+
+def test_clients_are_clipped_to_a_length_just_above_most_of_them():
+    bins = NormBins(NoisySums((Part("a", (2,), 8.0, 1.0),)))
+    lengths = [*np.linspace(0.9, 1.1, 85), *np.linspace(2.0, 100.0, 15)]
+    total = sum(bins.contributions({"a": torch.tensor([x, 0.0]).double()})["a"] for x in lengths)
+    [part] = bins.clipped_layout({"a": total}, {"a": 0.1}, 0.8).parts
+    assert 1.1 <= part.bound < 1.1 * 2**0.25
 
 
 @pytest.mark.parametrize("sharpness", [0.5, 30.0])

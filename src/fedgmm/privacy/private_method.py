@@ -548,7 +548,7 @@ class NormBins:
 
     layout: NoisySums
 
-    _BINS = 24  # lengths fall by a factor of √2 per bin
+    _BINS = 48  # lengths fall by a factor of 2^(1/4) per bin
 
     @property
     def release(self) -> NoisySums:
@@ -563,7 +563,7 @@ class NormBins:
         found = {}
         for one in self.layout.parts:
             length = float(torch.linalg.vector_norm(sums[one.name])) / one.bound
-            place = math.floor(-2.0 * math.log2(max(length, 1e-30)))
+            place = math.floor(-4.0 * math.log2(max(length, 1e-30)))
             bins = torch.zeros(self._BINS, dtype=torch.float64)
             bins[min(max(place, 0), self._BINS - 1)] = 1.0
             found[one.name] = bins
@@ -583,5 +583,5 @@ class NormBins:
             longer = torch.cumsum(counts, 0) / counts.sum()  # bins run from long to short
             place = int(torch.searchsorted(longer, 1.0 - quantile))
             # the bin's upper edge
-            parts.append(replace(one, bound=one.bound * 2.0 ** (-place / 2.0)))
+            parts.append(replace(one, bound=one.bound * 2.0 ** (-place / 4.0)))
         return NoisySums(tuple(parts))
