@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fedgmm import FederatedDataset, Privacy, train
+from fedgmm.core.em import responsibilities
 from fedgmm.core.gaussians import gaussians
 from fedgmm.core.newton import newton_sums
 from fedgmm.privacy.noisy_sums import NoisySums, Part
@@ -16,6 +17,7 @@ from fedgmm.privacy.private_em import (
     MeanGradient,
     Mixture,
     expected_sums,
+    own_weights,
     shrunk,
     unscaled,
     whitened,
@@ -39,6 +41,20 @@ def test_gradients_that_differ_by_noise_are_averaged_and_others_replaced():
     torch.testing.assert_close(alike.variance, torch.tensor([1.0]).double())
     moved = MeanGradient(one, noise * 1e-6).updated(MeanGradient(2.0 * one, noise * 1e-6))
     torch.testing.assert_close(moved.values, 2.0 * one, rtol=0, atol=1e-4)
+
+
+def test_weights_of_clients_follow_from_their_rows():
+    generator = torch.Generator().manual_seed(0)
+    log_p = 30.0 * torch.randn(50, 4, dtype=torch.float64, generator=generator)
+    codes = torch.arange(50) % 3
+    start = torch.tensor([0.4, 0.3, 0.2, 0.1]).double()
+    found = own_weights(log_p, codes, start.expand(3, -1), 5)
+    for client in range(3):
+        own, weights = log_p[codes == client], start
+        for _ in range(5):
+            q, _ = responsibilities(own + weights.log())
+            weights = (q.sum(0) + start) / (len(own) + 1)
+        torch.testing.assert_close(found[client], weights)
 
 
 def test_clients_are_clipped_to_a_length_just_above_most_of_them():

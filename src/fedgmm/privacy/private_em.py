@@ -1,8 +1,10 @@
 """Equations of private training: what a client adds up, how much a row can change it, what follows.
 
-All sums are over rows that were clipped to a ball, with the public parameters of the last release. The
-E-step uses the weights ``π`` of the federation and not those of a client: a client's own ``π_c`` depends
-on all its rows, so one row would change the responsibilities of the others, and their sums.
+All sums are over rows that were clipped to a ball, with the public parameters of the last release. If
+rows or persons are protected, the E-step uses the weights ``π`` of the federation and not those of a
+client: a client's own ``π_c`` depends on all its rows, so one row would change the responsibilities of the
+others, and their sums. If whole clients are protected, the sums of a client are clipped together. So the
+E-step uses ``π_c``, which the client learns in each round from its rows and the public parameters.
 
 =============  ==========================================================  =========================
 release        sums                                                        gives
@@ -364,6 +366,27 @@ def log_likelihood_range(columns: int, classes: int, density: bool) -> tuple[flo
     if density:
         return -0.5 * columns * (1.0 + math.log(2.0 * math.pi)), float(columns)
     return -math.log(max(classes, 2)), math.log(max(classes, 2))
+
+
+def own_weights(log_p: Tensor, codes: Tensor, weights: Tensor, rounds: int) -> Tensor:
+    """Return clients' weights ``π_c``, ``(C, M1 · M2)``, learned by EM from the federation's.
+
+    The federation's weights count for one row of each client.
+
+    Args:
+        log_p: ``log N(x; m1) + log P_m2(y|x)`` of the clients' rows, ``(n, M1 · M2)``.
+        codes: the client of each row, ``(n,)``.
+        weights: of the federation, repeated for each client, ``(C, M1 · M2)``.
+        rounds: number of iterations.
+    """
+    p = (log_p - log_p.amax(1, keepdim=True)).exp()
+    found = weights
+    for _ in range(rounds):
+        q = p * found[codes]
+        q = q / q.sum(1, keepdim=True)
+        found = weights.index_add(0, codes, q)
+        found = found / found.sum(1, keepdim=True)
+    return found
 
 
 def round_sums(

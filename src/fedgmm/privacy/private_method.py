@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedgmm.core.em import add_likelihoods, client_weights, responsibilities
+from fedgmm.core.em import add_likelihoods
 from fedgmm.core.gaussians import CovarianceType, Gaussians, gaussians, log_densities, residuals
 from fedgmm.core.moments import Scaling
 from fedgmm.core.params import Params, count_learners
@@ -56,6 +56,7 @@ from fedgmm.privacy.private_em import (
     log_likelihood_range,
     next_gaussians,
     next_learners,
+    own_weights,
     radius,
     round_sums,
     standardised,
@@ -85,7 +86,8 @@ _CLIENT_SHARES = {
     "counts": 0.05,
     "log_likelihood": 0.01,
 }
-_HOME_ROUNDS = 30  # of EM for a client's own weights
+_HOME_ROUNDS = 30  # of EM for a client's own weights after the last round
+_ROUNDS_OF_WEIGHTS = 10  # of EM for them in each round, if whole clients are protected
 _TIE = 0.999  # share of a Gaussian's weight that its own learner starts with
 _LARGEST = 1e6  # number among public parameters that a client accepts
 _LENGTHS = 0.1  # share of a release's budget that decides how far clients are clipped
@@ -272,9 +274,19 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             case "histogram":
                 return histogram_sums(where, rows)
             case _:
+                mixture = shared.mixture
+                if self.centred:
+                    mixture = replace(mixture, weights=self._own_weights(shared, rows))
                 return round_sums(
-                    where, shared.mixture, rows, density=self.base.density, centred=self.centred
+                    where, mixture, rows, density=self.base.density, centred=self.centred
                 )
+
+    def _own_weights(self, shared: PrivateShared, rows: Rows) -> Tensor:
+        """Return the weights of one client, flattened."""
+        log_y = self._log_labels(shared, rows.inputs, rows.labels)
+        log_p = self._log_likelihoods(shared, rows.inputs, log_y)
+        codes = torch.zeros(len(log_p), dtype=torch.int64)
+        return own_weights(log_p, codes, shared.weights[None], _ROUNDS_OF_WEIGHTS)[0]
 
     def advance(self, name: str, shared: PrivateShared, noisy: Sums) -> PrivateShared:
         """Return the public parameters after a release.
@@ -401,20 +413,20 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
     def finish(self, shared: PrivateShared, personal: Tensor, rows: LabelledRows) -> Tensor:
         """Return the weights ``π_c`` of every client, learned at home; they never leave it."""
         inputs = as_numbers(rows.inputs, torch.float64).flatten(1).cpu()
+        log_y = self._log_labels(shared, inputs, rows.labels.cpu())
+        log_p = self._log_likelihoods(shared, inputs, log_y)
+        weights = shared.weights.expand(len(rows.names), -1)
+        return own_weights(log_p, rows.codes.cpu(), weights, _HOME_ROUNDS)
+
+    def _log_labels(self, shared: PrivateShared, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Return ``log P_m2(y|x)``, ``(n, M2)``."""
         with torch.no_grad():
-            log_p_of_classes = torch.log_softmax(self._logits(shared, inputs), -1)
-        log_y = at_labels(log_p_of_classes, rows.labels.cpu())
+            return at_labels(torch.log_softmax(self._logits(shared, inputs), -1), labels)
+
+    def _log_likelihoods(self, shared: PrivateShared, inputs: Tensor, log_y: Tensor) -> Tensor:
+        """Return ``log N(x; m1) + log P_m2(y|x)``, ``(n, M1 · M2)``."""
         unweighted = replace(shared, weights=torch.ones_like(shared.weights))
-        log_p = self._log_joint(unweighted, inputs, log_y).flatten(1)
-        codes, clients = rows.codes.cpu(), len(rows.names)
-        present = torch.bincount(codes, minlength=clients)
-        weights = shared.weights.expand(clients, -1)
-        for _ in range(_HOME_ROUNDS):
-            q, _ = responsibilities(log_p + weights.log()[codes])
-            counts = torch.zeros_like(weights).index_add_(0, codes, q)
-            # the federation's weights count for one row
-            weights = client_weights(counts + shared.weights, present + 1)
-        return weights
+        return self._log_joint(unweighted, inputs, log_y).flatten(1)
 
     def _logits(self, shared: PrivateShared, inputs: Tensor) -> Tensor:
         """Return the logits of every learner for inputs ``(n, d)``, ``(n, M2, K)``."""
