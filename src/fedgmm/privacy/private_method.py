@@ -106,6 +106,8 @@ class PrivateShared:
         learners: in these coordinates, float64.
         spent: ``μ`` of every release so far.
         left: gradient at the learners by the rounds so far; only the server uses it.
+        noise: variance of the noise in a value of the means and of the covariances, ``(2, M1)``; only the
+            server uses it.
         bounds: of the parts of the next release, by which clients are clipped, ``(5,)``; zeros, or none,
             if it is not clipped further.
     """
@@ -116,6 +118,7 @@ class PrivateShared:
     learners: Params
     spent: Tensor
     left: MeanGradient | None = None
+    noise: Tensor | None = None
     bounds: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
 
     @property
@@ -335,13 +338,14 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         counts = noisy["counts"].clamp_min(max(1e-6, float(noisy["counts"].sum()) * 1e-4))
         joint = counts.reshape(-1, m2)
         weights = counts / counts.sum()
-        own = shared.gaussians
+        own, noise = shared.gaussians, shared.noise
         if self.base.density:
-            own = next_gaussians(
+            own, noise = next_gaussians(
                 noisy,
                 deviation,
                 joint.sum(1),
                 own,
+                None if self.sums_up_gradients else noise,
                 self.base.gaussians.reg_covar,
                 centred=self.centred,
             )
@@ -356,7 +360,9 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
                 self.base.ridge,
                 self.training.seed,
             )
-        return replace(shared, gaussians=own, weights=weights, learners=learners, left=left)
+        return replace(
+            shared, gaussians=own, weights=weights, learners=learners, left=left, noise=noise
+        )
 
     # ------------------------------------------------------------------ the method
 
