@@ -9,16 +9,22 @@ import pytest
 import torch
 
 from fedgmm import FederatedDataset, Privacy, train
+from fedgmm.core.em import responsibilities
 from fedgmm.core.gaussians import gaussians
 from fedgmm.core.newton import newton_sums
+from fedgmm.privacy.noisy_sums import NoisySums, Part, triangle
 from fedgmm.privacy.private_em import (
     MeanGradient,
     Mixture,
     expected_sums,
+    next_gaussians,
+    own_weights,
+    relative,
     shrunk,
     unscaled,
     whitened,
 )
+from fedgmm.privacy.private_method import NormBins
 
 
 def test_values_are_shrunk_by_as_much_as_they_are_noise():
@@ -37,6 +43,67 @@ def test_gradients_that_differ_by_noise_are_averaged_and_others_replaced():
     torch.testing.assert_close(alike.variance, torch.tensor([1.0]).double())
     moved = MeanGradient(one, noise * 1e-6).updated(MeanGradient(2.0 * one, noise * 1e-6))
     torch.testing.assert_close(moved.values, 2.0 * one, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["full", "tied", "diag", "spherical"])
+@pytest.mark.parametrize("centred", [False, True])
+def test_gaussians_that_differ_by_noise_are_averaged_and_others_replaced(kind, centred):
+    d, n = 3, torch.tensor([1000.0, 2000.0]).double()
+    eye = torch.eye(d).double()
+    shapes = {"full": eye.expand(2, d, d), "tied": eye, "diag": torch.ones(2, d).double()}
+    ones = shapes.get(kind, torch.ones(2).double())
+    means = torch.tensor([[1.0, 0.0, 0.0], [0.0, -1.0, 0.0]]).double()
+    current = gaussians(means, ones, kind)
+
+    def sums_of(scale):
+        """Return the sums of rows with the current means and a multiple of the covariances."""
+        first = n[:, None] * means
+        outer = means[:, :, None] * means[:, None] + scale * eye
+        second = n[:, None, None] * outer
+        second = {
+            "full": second,
+            "tied": second.sum(0),
+            "diag": second.diagonal(dim1=1, dim2=2),
+        }.get(kind, second.diagonal(dim1=1, dim2=2).sum(-1))
+        if centred:
+            first, second = relative(first, second, n, current, sign=-1.0)
+        return {"first": first, "second": triangle(second) if kind in ("full", "tied") else second}
+
+    def updated(scale, before, noise):
+        deviation = {"first": noise, "second": noise}
+        return next_gaussians(sums_of(scale), deviation, n, current, before, 0.0, centred=centred)
+
+    alone, noise = updated(1.2, None, 100.0)
+    torch.testing.assert_close(alone.covariances, 1.2 * ones)
+    torch.testing.assert_close(noise[0], (100.0 / n).square())
+    both, less = updated(1.02, noise, 100.0)  # a difference that noise explains
+    torch.testing.assert_close(both.covariances, 1.01 * ones)
+    torch.testing.assert_close(less, noise / 2)
+    _, exact = updated(1.2, None, 1e-3)
+    moved, _ = updated(1.2, exact, 1e-3)
+    torch.testing.assert_close(moved.covariances, 1.2 * ones, rtol=0, atol=1e-6)
+
+
+def test_weights_of_clients_follow_from_their_rows():
+    generator = torch.Generator().manual_seed(0)
+    log_p = 30.0 * torch.randn(50, 4, dtype=torch.float64, generator=generator)
+    codes = torch.arange(50) % 3
+    start = torch.tensor([0.4, 0.3, 0.2, 0.1]).double()
+    found = own_weights(log_p, codes, start.expand(3, -1), 5)
+    for client in range(3):
+        own, weights = log_p[codes == client], start
+        for _ in range(5):
+            q, _ = responsibilities(own + weights.log())
+            weights = (q.sum(0) + start) / (len(own) + 1)
+        torch.testing.assert_close(found[client], weights)
+
+
+def test_clients_are_clipped_to_a_length_just_above_most_of_them():
+    bins = NormBins(NoisySums((Part("a", (2,), 8.0, 1.0),)))
+    lengths = [*np.linspace(0.9, 1.1, 85), *np.linspace(2.0, 100.0, 15)]
+    total = sum(bins.contributions({"a": torch.tensor([x, 0.0]).double()})["a"] for x in lengths)
+    [part] = bins.clipped_layout({"a": total}, {"a": 0.1}, 0.8).parts
+    assert 1.1 <= part.bound < 1.1 * 2**0.25
 
 
 @pytest.mark.parametrize("sharpness", [0.5, 30.0])

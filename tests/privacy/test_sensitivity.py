@@ -1,8 +1,8 @@
 """One unit changes no release by more than its declared bound, through whole rounds.
 
 The clients of a whole run are compared with those of a run with one unit more, at public parameters that
-hypothesis draws. An E-step with a client's own weights fails this test, because one row then changes the
-responsibilities of the others.
+hypothesis draws. If rows or persons are protected, an E-step with a client's own weights fails this test,
+because one row then changes the responsibilities of the others.
 """
 
 from __future__ import annotations

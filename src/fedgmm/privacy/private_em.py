@@ -1,8 +1,10 @@
 """Equations of private training: what a client adds up, how much a row can change it, what follows.
 
-All sums are over rows that were clipped to a ball, with the public parameters of the last release. The
-E-step uses the weights ``π`` of the federation and not those of a client: a client's own ``π_c`` depends
-on all its rows, so one row would change the responsibilities of the others, and their sums.
+All sums are over rows that were clipped to a ball, with the public parameters of the last release. If
+rows or persons are protected, the E-step uses the weights ``π`` of the federation and not those of a
+client: a client's own ``π_c`` depends on all its rows, so one row would change the responsibilities of the
+others, and their sums. If whole clients are protected, the sums of a client are clipped together. So the
+E-step uses ``π_c``, which the client learns in each round from its rows and the public parameters.
 
 =============  ==========================================================  =========================
 release        sums                                                        gives
@@ -50,7 +52,7 @@ _CELL_ROUNDS = 50  # of EM on the histogram
 _STEPS = 60
 _REACHED = 0.8  # length to which rows are shortened in gradients, relative to the usual length
 _PENALTY = 2.0  # per row, of learners whose gradients are half noise
-_LOOSE = 0.01  # of the penalty of exact steps: their rows may be few, those under noise are many
+_LOOSE = 1e-5  # of the penalty of exact steps: it is relative to few rows, and units under noise are many
 _CLOSE = 1e-3  # change of the parameters at which Newton's method ends
 
 
@@ -367,6 +369,27 @@ def log_likelihood_range(columns: int, classes: int, density: bool) -> tuple[flo
     return -math.log(max(classes, 2)), math.log(max(classes, 2))
 
 
+def own_weights(log_p: Tensor, codes: Tensor, weights: Tensor, rounds: int) -> Tensor:
+    """Return clients' weights ``π_c``, ``(C, M1 · M2)``, learned by EM from the federation's.
+
+    The federation's weights count for one row of each client.
+
+    Args:
+        log_p: ``log N(x; m1) + log P_m2(y|x)`` of the clients' rows, ``(n, M1 · M2)``.
+        codes: the client of each row, ``(n,)``.
+        weights: of the federation, repeated for each client, ``(C, M1 · M2)``.
+        rounds: number of iterations.
+    """
+    p = (log_p - log_p.amax(1, keepdim=True)).exp()
+    found = weights
+    for _ in range(rounds):
+        q = p * found[codes]
+        q = q / q.sum(1, keepdim=True)
+        found = weights.index_add(0, codes, q)
+        found = found / found.sum(1, keepdim=True)
+    return found
+
+
 def round_sums(
     coordinates: Coordinates, mixture: Mixture, rows: Rows, *, density: bool, centred: bool
 ) -> dict[str, Tensor]:
@@ -438,19 +461,39 @@ def relative(
     return first + sign * n[:, None] * means, second + sign * add
 
 
+def averaged(
+    old: Tensor, old_variance: Tensor, new: Tensor, new_variance: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the mean of two noisy estimates weighted by their noise, and the variance of its noise.
+
+    Estimates also differ because parameters moved in between. What they differ by more than their noise
+    counts as noise of the older one, so with many rows the newest counts alone. Estimates are
+    ``(M, ...)``, and variances of the noise in one of their values ``(M,)``.
+    """
+    difference = new - old
+    expected = old_variance + new_variance
+    drift = (difference.square().reshape(len(new), -1).mean(1) - expected).clamp_min(0.0)
+    older = old_variance + drift
+    gain = older / (older + new_variance)
+    return old + per_entry(gain, difference) * difference, gain * new_variance
+
+
 def next_gaussians(
     noisy: Mapping[str, Tensor],
     deviation: Mapping[str, float],
     counts: Tensor,
     current: Gaussians,
+    before: Tensor | None,
     reg_covar: float,
     *,
     centred: bool,
-) -> Gaussians:
-    """Return the Gaussians of the noisy sums of a round, with repaired covariances.
+) -> tuple[Gaussians, Tensor]:
+    """Return the Gaussians of the noisy sums of a round, with repaired covariances, and their noise.
 
-    A component with fewer rows than the noise could have made keeps its parameters. ``counts`` are
-    ``Σ q(m1)``, ``(M1,)``, positive; ``centred`` is as in :func:`round_sums`.
+    They are averaged with the current Gaussians if ``before`` is given: the variance of the noise in one
+    value of these means and covariances, ``(2, M1)``. A component with fewer rows than the noise could have
+    made keeps its parameters. ``counts`` are ``Σ q(m1)``, ``(M1,)``, positive; ``centred`` is as in
+    :func:`round_sums`.
     """
     d, kind = current.means.shape[1], current.covariance_type
     first, second = noisy["first"], noisy["second"]
@@ -461,28 +504,42 @@ def next_gaussians(
     # the noise of a mean must be smaller than the radius of the ball
     alive = counts * radius(d) > 2.0 * deviation["first"] * math.sqrt(d)
     n = counts.clamp_min(1.0)
-    means = torch.where(alive[:, None], clip_rows(first / n[:, None], radius(d)), current.means)
+    means = clip_rows(first / n[:, None], radius(d))
     centre = means[:, :, None] * means[:, None]
+    noise = deviation["second"] / n
     match kind:
         case "full":
             found = second / n[:, None, None] - centre
         case "tied":
             total = n.sum()
             found = second / total - (n[:, None, None] * centre).sum(0) / total
+            found, noise = found[None], deviation["second"] / total.expand(1)
         case "diag":
             found = second / n[:, None] - means.square()
         case "spherical":
-            found = (second / n - means.square().sum(-1)) / d
+            found, noise = (second / n - means.square().sum(-1)) / d, noise / d
         case _:
-            return gaussians(means, current.covariances, kind)
+            found = current.covariances
+    if kind in ("full", "tied"):  # an entry off the diagonal has less noise by √2
+        noise = noise * math.sqrt((d + 1) / (2 * d))
+    old = current.covariances[None] if kind == "tied" else current.covariances
+    variances = (deviation["first"] / n).square(), noise.square()
+    if before is not None:
+        means, of_means = averaged(current.means, before[0], means, variances[0])
+        found, of_covariances = averaged(old, before[1, : len(old)], found, variances[1])
+        variances = of_means, of_covariances
     if kind in ("full", "tied"):
         found = repaired(found)
         found.diagonal(dim1=-2, dim2=-1).add_(reg_covar)
-    else:
+    elif kind != "identity":
         found = found.clamp(_LOWEST, _HIGHEST) + reg_covar
+    means = torch.where(alive[:, None], means, current.means)
     if kind != "tied":
-        found = torch.where(per_entry(alive, found), found, current.covariances)
-    return gaussians(means, found, kind)
+        found = torch.where(per_entry(alive, found), found, old)
+    kept = torch.stack([one.expand(len(means)) for one in variances])
+    if before is not None:
+        kept = torch.where(alive, kept, before)
+    return gaussians(means, found[0] if kind == "tied" else found, kind), kept
 
 
 @dataclass(frozen=True)
@@ -498,17 +555,8 @@ class MeanGradient:
     variance: Tensor
 
     def updated(self, new: MeanGradient) -> MeanGradient:
-        """Return the mean of this gradient and a new one, weighted by their noise.
-
-        Gradients also differ because responsibilities changed. What they differ by more than their noise
-        counts as noise of the older one, so with many rows the newest counts alone.
-        """
-        difference = new.values - self.values
-        expected = self.variance + new.variance
-        drift = (difference.square().mean((1, 2)) - expected).clamp_min(0.0)
-        older = self.variance + drift
-        gain = older / (older + new.variance)
-        return MeanGradient(self.values + gain[:, None, None] * difference, gain * new.variance)
+        """Return the mean of this gradient and a new one, see :func:`averaged`."""
+        return MeanGradient(*averaged(self.values, self.variance, new.values, new.variance))
 
 
 def next_learners(

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedgmm.core.em import add_likelihoods, client_weights, responsibilities
+from fedgmm.core.em import add_likelihoods
 from fedgmm.core.gaussians import CovarianceType, Gaussians, gaussians, log_densities, residuals
 from fedgmm.core.moments import Scaling
 from fedgmm.core.params import Params, count_learners
@@ -56,6 +56,7 @@ from fedgmm.privacy.private_em import (
     log_likelihood_range,
     next_gaussians,
     next_learners,
+    own_weights,
     radius,
     round_sums,
     standardised,
@@ -85,7 +86,8 @@ _CLIENT_SHARES = {
     "counts": 0.05,
     "log_likelihood": 0.01,
 }
-_HOME_ROUNDS = 30  # of EM for a client's own weights
+_HOME_ROUNDS = 30  # of EM for a client's own weights after the last round
+_ROUNDS_OF_WEIGHTS = 10  # of EM for them in each round, if whole clients are protected
 _TIE = 0.999  # share of a Gaussian's weight that its own learner starts with
 _LARGEST = 1e6  # number among public parameters that a client accepts
 _LENGTHS = 0.1  # share of a release's budget that decides how far clients are clipped
@@ -104,6 +106,8 @@ class PrivateShared:
         learners: in these coordinates, float64.
         spent: ``μ`` of every release so far.
         left: gradient at the learners by the rounds so far; only the server uses it.
+        noise: variance of the noise in a value of the means and of the covariances, ``(2, M1)``; only the
+            server uses it.
         bounds: of the parts of the next release, by which clients are clipped, ``(5,)``; zeros, or none,
             if it is not clipped further.
     """
@@ -114,6 +118,7 @@ class PrivateShared:
     learners: Params
     spent: Tensor
     left: MeanGradient | None = None
+    noise: Tensor | None = None
     bounds: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
 
     @property
@@ -272,9 +277,19 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             case "histogram":
                 return histogram_sums(where, rows)
             case _:
+                mixture = shared.mixture
+                if self.centred:
+                    mixture = replace(mixture, weights=self._own_weights(shared, rows))
                 return round_sums(
-                    where, shared.mixture, rows, density=self.base.density, centred=self.centred
+                    where, mixture, rows, density=self.base.density, centred=self.centred
                 )
+
+    def _own_weights(self, shared: PrivateShared, rows: Rows) -> Tensor:
+        """Return the weights of one client, flattened."""
+        log_y = self._log_labels(shared, rows.inputs, rows.labels)
+        log_p = self._log_likelihoods(shared, rows.inputs, log_y)
+        codes = torch.zeros(len(log_p), dtype=torch.int64)
+        return own_weights(log_p, codes, shared.weights[None], _ROUNDS_OF_WEIGHTS)[0]
 
     def advance(self, name: str, shared: PrivateShared, noisy: Sums) -> PrivateShared:
         """Return the public parameters after a release.
@@ -323,13 +338,14 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         counts = noisy["counts"].clamp_min(max(1e-6, float(noisy["counts"].sum()) * 1e-4))
         joint = counts.reshape(-1, m2)
         weights = counts / counts.sum()
-        own = shared.gaussians
+        own, noise = shared.gaussians, shared.noise
         if self.base.density:
-            own = next_gaussians(
+            own, noise = next_gaussians(
                 noisy,
                 deviation,
                 joint.sum(1),
                 own,
+                None if self.sums_up_gradients else noise,
                 self.base.gaussians.reg_covar,
                 centred=self.centred,
             )
@@ -344,7 +360,9 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
                 self.base.ridge,
                 self.training.seed,
             )
-        return replace(shared, gaussians=own, weights=weights, learners=learners, left=left)
+        return replace(
+            shared, gaussians=own, weights=weights, learners=learners, left=left, noise=noise
+        )
 
     # ------------------------------------------------------------------ the method
 
@@ -401,20 +419,20 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
     def finish(self, shared: PrivateShared, personal: Tensor, rows: LabelledRows) -> Tensor:
         """Return the weights ``π_c`` of every client, learned at home; they never leave it."""
         inputs = as_numbers(rows.inputs, torch.float64).flatten(1).cpu()
+        log_y = self._log_labels(shared, inputs, rows.labels.cpu())
+        log_p = self._log_likelihoods(shared, inputs, log_y)
+        weights = shared.weights.expand(len(rows.names), -1)
+        return own_weights(log_p, rows.codes.cpu(), weights, _HOME_ROUNDS)
+
+    def _log_labels(self, shared: PrivateShared, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Return ``log P_m2(y|x)``, ``(n, M2)``."""
         with torch.no_grad():
-            log_p_of_classes = torch.log_softmax(self._logits(shared, inputs), -1)
-        log_y = at_labels(log_p_of_classes, rows.labels.cpu())
+            return at_labels(torch.log_softmax(self._logits(shared, inputs), -1), labels)
+
+    def _log_likelihoods(self, shared: PrivateShared, inputs: Tensor, log_y: Tensor) -> Tensor:
+        """Return ``log N(x; m1) + log P_m2(y|x)``, ``(n, M1 · M2)``."""
         unweighted = replace(shared, weights=torch.ones_like(shared.weights))
-        log_p = self._log_joint(unweighted, inputs, log_y).flatten(1)
-        codes, clients = rows.codes.cpu(), len(rows.names)
-        present = torch.bincount(codes, minlength=clients)
-        weights = shared.weights.expand(clients, -1)
-        for _ in range(_HOME_ROUNDS):
-            q, _ = responsibilities(log_p + weights.log()[codes])
-            counts = torch.zeros_like(weights).index_add_(0, codes, q)
-            # the federation's weights count for one row
-            weights = client_weights(counts + shared.weights, present + 1)
-        return weights
+        return self._log_joint(unweighted, inputs, log_y).flatten(1)
 
     def _logits(self, shared: PrivateShared, inputs: Tensor) -> Tensor:
         """Return the logits of every learner for inputs ``(n, d)``, ``(n, M2, K)``."""
@@ -548,7 +566,7 @@ class NormBins:
 
     layout: NoisySums
 
-    _BINS = 24  # lengths fall by a factor of √2 per bin
+    _BINS = 48  # lengths fall by a factor of 2^(1/4) per bin
 
     @property
     def release(self) -> NoisySums:
@@ -563,7 +581,7 @@ class NormBins:
         found = {}
         for one in self.layout.parts:
             length = float(torch.linalg.vector_norm(sums[one.name])) / one.bound
-            place = math.floor(-2.0 * math.log2(max(length, 1e-30)))
+            place = math.floor(-4.0 * math.log2(max(length, 1e-30)))
             bins = torch.zeros(self._BINS, dtype=torch.float64)
             bins[min(max(place, 0), self._BINS - 1)] = 1.0
             found[one.name] = bins
@@ -583,5 +601,5 @@ class NormBins:
             longer = torch.cumsum(counts, 0) / counts.sum()  # bins run from long to short
             place = int(torch.searchsorted(longer, 1.0 - quantile))
             # the bin's upper edge
-            parts.append(replace(one, bound=one.bound * 2.0 ** (-place / 2.0)))
+            parts.append(replace(one, bound=one.bound * 2.0 ** (-place / 4.0)))
         return NoisySums(tuple(parts))
