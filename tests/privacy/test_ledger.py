@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -74,11 +75,28 @@ def test_a_run_keeps_to_its_own_budget(ledger):
 
 def test_a_release_about_a_client_concerns_its_rows(ledger):
     ledger.charge(entry(0.3, unit="client"))
-    ledger.charge(entry(0.4, unit="row"))
-    assert ledger.spent("row", 1e-5) == pytest.approx(epsilon_of(0.5, 1e-5))
-    assert ledger.spent("person", 1e-5) == pytest.approx(epsilon_of(0.3, 1e-5))
+    ledger.charge(entry(0.8, unit="row"))
+    assert ledger.spent("row", 1e-5) == pytest.approx(epsilon_of(1.0, 1e-5))
+    assert ledger.spent("person", 1e-5) == pytest.approx(epsilon_of(0.6, 1e-5))
+    assert ledger.spent("client", 1e-5) == pytest.approx(epsilon_of(0.3, 1e-5))
     with pytest.raises(ValueError, match="unit"):
         ledger.charge(entry(unit="house"))
+
+
+def test_a_release_about_a_client_counts_twice_for_its_rows(ledger):
+    limit = Budget(1.0, 1e-5)
+    mu = mu_of(1.0, 1e-5)
+    ledger.charge(entry(mu, unit="client"), limit)  # its own limit only: no run had unit row
+    assert ledger.spent("client", 1e-5) == pytest.approx(1.0)
+    assert ledger.spent("row", 1e-5) == pytest.approx(epsilon_of(2 * mu, 1e-5))
+    with pytest.raises(BudgetError, match="per row"):
+        ledger.charge(entry(0.01, unit="row", run="b"), limit)
+    ledger.charge(entry(0.01, unit="row", run="b"))
+    with pytest.raises(BudgetError, match="per row"):
+        ledger.check("client", [Release(1e-6)], Budget(1.5, 1e-5))
+    rows, clients = accounts(ledger.entries(), 1e-5)
+    assert rows.epsilon == pytest.approx(epsilon_of(math.hypot(2 * mu, 0.01), 1e-5))
+    assert clients.epsilon == pytest.approx(1.0)
 
 
 def test_a_release_about_a_client_keeps_to_the_limit_of_its_rows(ledger):
@@ -165,7 +183,8 @@ def test_accounts_per_table_and_unit(used):
     assert (row_t.table, row_t.runs, row_t.releases) == ("t", 1, 4)
     assert row_t.epsilon == pytest.approx(epsilon_of(0.2, 1e-5))
     assert rows.epsilon == used.spent("row", 1e-5)
-    assert (row_u.epsilon, row_u.unit) == (client.epsilon, "row")
+    assert client.epsilon == pytest.approx(epsilon_of(0.3, 1e-5))
+    assert (row_u.epsilon, row_u.unit) == (pytest.approx(epsilon_of(0.6, 1e-5)), "row")
 
 
 def test_the_command_prints_what_was_spent(used):

@@ -21,7 +21,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -283,7 +283,7 @@ class Account:
 def accounts(entries: Iterable[Entry], delta: float) -> list[Account]:
     """Return what was spent, per table and unit, and per unit over all tables.
 
-    An account of a unit includes releases about larger units, because these concern it, too.
+    An account of a unit includes releases about larger units, see :func:`_releases`.
     """
     entries = list(entries)
     found = []
@@ -292,17 +292,23 @@ def accounts(entries: Iterable[Entry], delta: float) -> list[Account]:
         tables = list(dict.fromkeys(one.table for one in concern))
         for table in [*tables, None] if len(tables) > 1 else tables:
             own = [one for one in concern if table in (one.table, None)]
-            releases = [one.release for one in own]
+            releases = _releases(own, unit)
             runs, times = len({one.run for one in own}), sum(one.times for one in releases)
             found.append(Account(table, unit, runs, times, spent(releases, delta)))
     return found
 
 
 def _releases(entries: Iterable[Entry], unit: str, run: str | None = None) -> list[Release]:
-    """Return the releases that count for a unit; a release about a client counts for its rows, too."""
-    covered = UNITS[UNITS.index(unit) :]
+    """Return the releases that count for a unit; one about a larger unit counts with twice its ``μ``.
+
+    A row that a client loses replaces the client's contribution by another one. That is a change by up to
+    twice the contribution, because the old one goes and the new one comes.
+    """
+    place = UNITS.index(unit)
     return [
-        one.release for one in entries if one.unit in covered and (run is None or one.run == run)
+        one.release if one.unit == unit else replace(one.release, mu=2 * one.release.mu)
+        for one in entries
+        if UNITS.index(one.unit) >= place and (run is None or one.run == run)
     ]
 
 
@@ -313,12 +319,18 @@ def _check_limit(
     limit: Budget | None,
     name: str = "the limit",
 ) -> None:
-    """Raise if more releases about a unit would exceed a limit, for it or for a smaller unit in it."""
+    """Raise if more releases about a unit would exceed a limit.
+
+    The limit holds for that unit, and for each smaller unit that has releases of its own.
+    """
     if limit is None:
         return
+    new = [Entry(release, "", "", "", unit) for release in releases]
     for one in UNITS[: UNITS.index(unit) + 1]:
+        if one != unit and all(entry.unit != one for entry in entries):
+            continue
         before = _releases(entries, one)
-        epsilon = spent([*before, *releases], limit.delta)
+        epsilon = spent([*before, *_releases(new, one)], limit.delta)
         if epsilon > limit.epsilon * (1 + _TOLERANCE):
             raise BudgetError(
                 f"it would spend ε = {epsilon:.3g} per {one} (δ = {limit.delta:g}), and {name} is "
