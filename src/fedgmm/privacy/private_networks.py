@@ -35,7 +35,7 @@ from fedgmm.methods.fedgmm import FedGMM
 from fedgmm.nets.learners import at_labels
 from fedgmm.nets.networks import Dense, function_of
 from fedgmm.privacy.noisy_sums import NoisySums, clip_rows
-from fedgmm.privacy.private_em import Mixture, Rows, round_sums
+from fedgmm.privacy.private_em import Mixture, Rows, radius, round_sums
 from fedgmm.privacy.private_method import ROUND, PrivateMixture, PrivateShared
 from fedgmm.privacy.settings import NETWORK_ROUNDS, Privacy, PrivacyError
 
@@ -78,7 +78,11 @@ def private_method(
 def centres_of(shared: PrivateShared) -> Tensor:
     """Return the mean input of each learner by the released Gaussians, ``(M2, d)``."""
     joint = shared.weights.reshape(len(shared.gaussians.means), -1)
-    return (joint / joint.sum(0)).mT @ shared.gaussians.means
+    whitened = (joint / joint.sum(0)).mT @ shared.gaussians.means
+    # learners see inputs that are standardised, but not whitened
+    longest = radius(whitened.shape[1])  # also if a server sends parameters that cannot be
+    centres: Tensor = whitened @ torch.linalg.pinv(shared.coordinates.whitener)
+    return centres.clamp(-longest, longest)
 
 
 @dataclass(frozen=True)
