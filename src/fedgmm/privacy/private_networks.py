@@ -41,7 +41,7 @@ from fedgmm.privacy.settings import NETWORK_ROUNDS, Privacy, PrivacyError
 
 _CLIP, _LINEAR_CLIP = 1.0, 0.25  # length of a row's gradient, if the options name none
 _MOMENTUM = 0.9
-# small steps find linear learners by their gradients, and the start finds the Gaussians
+# gradients get most of it, because the start has found the Gaussians
 _LINEAR_SHARES = {
     "gradient": 0.94,
     "first": 0.03,
@@ -232,7 +232,7 @@ class PrivateNetworks(PrivateMixture):
         number = [name for name, _ in self.plan()[: len(shared.spent)]].count(ROUND)
         gain = 1.0
         if self.linear and self.base.density:
-            # the mean over the rounds; the start counts as one by as much as it is more exact
+            # the mean over the rounds and the start, which counts for as many rounds as are as exact
             noise = deviation["first"] * self.components / max(float(noisy["counts"].sum()), 1.0)
             gain = 1.0 / (number + noise**2 / _START_ERROR)
         averaged = {name: value * math.sqrt(gain) for name, value in deviation.items()}
