@@ -41,6 +41,29 @@ def test_memory_of_released_arrays_goes_back_to_the_system():
     assert resident() - before < 5_000_000
 
 
+def test_small_arrays_are_not_mapped_because_a_process_may_map_few_pieces():
+    small, large = (scratch.released_at_once((2, n), np.float64) for n in (3, 100_000))
+    assert [array.shape for array in (small, large)] == [(2, 3), (2, 100_000)]
+    base = large
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    assert small.base is None
+    assert base.base is not None
+
+
+def test_memory_where_a_file_was_mapped_is_not_in_that_file(large, tmp_path):
+    with scratch.scratch(tmp_path):
+        array = kept(large)
+    memory = np.ones(3)
+    lost = scratch._Map(lambda: None, memory.ctypes.data, memory.ctypes.data + 1, tmp_path)
+    scratch._maps.append(lost)
+    try:
+        assert folder_of(torch.from_numpy(memory)) is None
+        assert folder_of(torch.from_numpy(array)) == tmp_path
+    finally:
+        scratch._maps.remove(lost)
+
+
 def test_arrays_in_a_file_hold_the_same_numbers_and_leave_no_file(large, tmp_path):
     with scratch.scratch(tmp_path):
         copy = kept(large)

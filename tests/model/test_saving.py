@@ -434,6 +434,11 @@ def spoil(name, value):
         lambda t: t.update({"assignment": torch.zeros(4, dtype=torch.int64)}),
         lambda t: t.update({"calibration/nonsense": torch.zeros(4)}),
         lambda t: t.update({"calibration/x": torch.zeros(4, 2)}),
+        lambda t: t.update({"calibration/location": torch.zeros(9)}),
+        lambda t: t.update(
+            {f"calibration/{one}": torch.zeros(4) for one in ("location", "scale", "standard")}
+            | {"calibration/standard_client": torch.zeros(3)}
+        ),
         lambda t: t.update({"client_weights": t["client_weights"][:, :-1].contiguous()}),
         lambda t: t.update({"gaussians/covariances": torch.zeros(2, 3)}),
         lambda t: t.update({"learners/0.weight": torch.zeros(2, 2, 4)}),

@@ -15,7 +15,12 @@ from fedgmm.data.synthetic import synthetic
 from fedgmm.privacy.ledger import Ledger
 from fedgmm.privacy.private_em import Rows
 from fedgmm.privacy.private_method import ROUND
-from fedgmm.privacy.private_networks import _WANDER, PrivateNetworks, private_method
+from fedgmm.privacy.private_networks import (
+    _WANDER,
+    PrivateNetworks,
+    centres_of,
+    private_method,
+)
 from fedgmm.training import private
 from fedgmm.training.build import build, learner_network
 from fedgmm.training.options import TrainingOptions
@@ -120,6 +125,25 @@ def test_linear_learners_descend_around_their_centres():
         torch.einsum("mkd,nd->nmk", after[0], x) + after[1],
         torch.einsum("mkd,nmd->nmk", moved[0], x[:, None] - centres) + moved[1],
     )
+
+
+def test_centres_of_learners_are_not_whitened():
+    shared = network("fedgmm", "linear").blank(3)
+    means = torch.tensor(
+        [[1.0, 0.5, -1.0], [-0.5, 0.0, 1.5]]
+    ).double()  # of inputs as learners see them
+    mixed = torch.tensor([[1.0, 0.5, 0.0], [0.0, 2.0, -0.5], [0.3, 0.0, 0.7]]).double()
+    whitener = mixed @ mixed.mT
+    pairs = torch.tensor([0.5, 1e-12, 1e-12, 0.5]).double()  # each learner has its own Gaussian
+    shared = replace(
+        shared,
+        coordinates=replace(shared.coordinates, whitener=whitener),
+        gaussians=replace(shared.gaussians, means=means @ whitener),
+        weights=pairs,
+    )
+    torch.testing.assert_close(centres_of(shared), means)
+    broken = replace(shared.coordinates, whitener=torch.full_like(whitener, 1e-6))
+    assert bool(torch.isfinite(centres_of(replace(shared, coordinates=broken))).all())
 
 
 @pytest.mark.parametrize("learner", ["linear", "mlp"])

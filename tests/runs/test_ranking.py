@@ -74,6 +74,21 @@ def test_a_rare_class_is_ranked_by_average_precision(rng):
     assert 0 < ranking.pooled["boosting"]["average_precision"] <= 1
 
 
+def test_a_rare_class_is_ranked_on_many_rows_too(rng, monkeypatch):
+    y = (rng.random(600) < 0.1).astype(int)
+    data = FederatedDataset.from_arrays(
+        rng.normal(size=(600, 2)) + y[:, None], y, np.arange(600) % 3
+    )
+    comparison = compare(data, ("fedavg", "local"), learner_kinds=["linear"], **QUICK)
+    few = rank([comparison])
+    monkeypatch.setattr("fedgmm.model.bootstrap._MOST_RANKED", 0)
+    assert rank([comparison]).record() == few.record()
+    monkeypatch.setattr("fedgmm.model.bootstrap._MOST_PLANNED", 50)
+    many = rank([comparison])
+    assert many.metric == "average_precision"
+    assert many.value("fedavg").high == pytest.approx(few.value("fedavg").high, abs=0.05)
+
+
 def test_equal_methods_tie_and_a_worse_one_does_not(one_split):
     """FedProx with a weak penalty predicts like FedAvg; both fail where clients disagree."""
     _, ranking = one_split

@@ -269,3 +269,11 @@ def test_a_good_learning_rate_warns_of_nothing(rng):
         warnings.simplefilter("error")
         for algorithm in ALGORITHMS:
             train(federation(rng, sizes=(40, 50)), algorithm, **FAST)
+
+
+def test_patience_watches_a_density_of_clients_whose_names_are_tuples(rng):
+    rows = {("north", site): rng.normal(size=(20, 2)) for site in range(2)}
+    data = FederatedDataset.from_clients({name: (x, np.zeros(20, int)) for name, x in rows.items()})
+    model = train(data, "gmm", components=2, rounds=4, patience=2)
+    assert model.names == [*rows]
+    assert data.validation.owners.tolist() == [("north", 0)] * 4 + [("north", 1)] * 4

@@ -175,7 +175,7 @@ def metrics_table(metrics: dict[str, Any]) -> Table:
     if (chosen := metrics.get("selection")) is not None:
         sizes = (chosen["components"], "Gaussian"), (chosen["learners"], "learner")
         text = " and ".join(counted(*size) for size in sizes)
-        caption += f"; {text}, chosen on validation rows"
+        caption += f"; {text}, chosen on held-out rows"
     return _table(title, "rows", list(map(_title, names)), lines, caption=caption)
 
 

@@ -6,10 +6,10 @@ A pair ``m`` of a Gaussian and a learner predicts with the federation's label fr
 ``P(y|m)`` is the mean of the learner's predictions and not a count of labels, because the two differ by
 orders of magnitude for a label that is rare within a Gaussian, and their ratio would then decide alone.
 
-This assumes that ``P(x|y, m)`` is shared. Clients may share ``P(y|x, m)`` up to a factor of each label in
-its place: a constant in the logits. Then labels are compared with those that the learners expect from the
-client's own inputs (``relative``). Both do harm where clients differ in something else, so rows that were
-not counted decide which one is used, and how much a client's own frequencies count.
+This assumes that clients share ``P(x|y, m)``. If they share ``P(y|x, m)`` up to a factor of each label
+instead, which is a constant in the logits, labels are compared with those that the learners expect from
+the client's own inputs (``relative``). Both do harm where clients differ in something else, so rows that
+were not counted decide which one is used, and how much a client's own frequencies count.
 
 Shapes: ``n`` rows, ``C`` clients, ``M1`` Gaussians, ``M2`` learners, ``M = M1 · M2``, ``K`` classes.
 """
@@ -27,7 +27,7 @@ from fedgmm.core.predictive import log_class_probabilities
 PRIORS: tuple[float, ...] = tuple(10.0 ** (power / 2) for power in range(10, 0, -1))
 """Candidates for the rows that the federation's frequencies count for; the first is no correction.
 
-None is below three: a label that a client has not had yet would seem all but impossible.
+None is below three, because otherwise a label that a client has not had yet would be nearly impossible.
 """
 
 CANDIDATES = tuple((relative, prior) for relative in (False, True) for prior in PRIORS)

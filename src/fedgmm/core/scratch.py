@@ -28,6 +28,7 @@ from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 _SMALLEST = 16 * 1024  # bytes; smaller arrays stay in memory
+_SMALLEST_MAP = 128 * 1024  # bytes of an array that is mapped, but not to a file
 _COMMON_FILE = 128 * 1024 * 1024  # bytes; smaller arrays share a file, because files are limited
 _MOST_MAPPED = 64 * 1024 * 1024  # bytes that may be used before pages are given back
 _BLOCK_ROWS = 16_384
@@ -102,11 +103,14 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
 def released_at_once(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     """Return an array like ``np.empty`` whose memory goes back to the system as soon as it is not used.
 
-    NumPy's memory of many arrays below 128 kB usually stays with the process.
+    NumPy's memory of many rows below 128 kB usually stays with the process. Small arrays have such memory,
+    too, because a process may map about 65,000 pieces of memory only.
     """
     kind = np.dtype(dtype)
-    memory = mmap.mmap(-1, max(1, math.prod(shape) * kind.itemsize))
-    return np.frombuffer(memory, kind, math.prod(shape)).reshape(shape)
+    size = math.prod(shape) * kind.itemsize
+    if size < _SMALLEST_MAP:
+        return np.empty(shape, kind)
+    return np.frombuffer(mmap.mmap(-1, size), kind).reshape(shape)
 
 
 def kept(values: NDArray[Any]) -> NDArray[Any]:
@@ -295,7 +299,11 @@ def folder_of(values: Tensor) -> Path | None:
 
 
 def _folder_at(address: int) -> Path | None:
-    return next((one.folder for one in _maps if one.first <= address < one.last), None)
+    for one in _maps:
+        # other arrays may be where a file was mapped that is no longer used
+        if one.first <= address < one.last and one.file() is not None:
+            return one.folder
+    return None
 
 
 def empty_beside(values: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -87,6 +87,13 @@ class LabelledRows:
         return self.features.codes
 
     @property
+    def owners(self) -> NDArray[Any]:
+        """Name of the client of each row, ``(N,)``."""
+        # of names that are tuples np.array would make a matrix
+        names = np.fromiter(self.names, dtype=object, count=len(self.names))
+        return np.asarray(names[self.codes.cpu().numpy()])
+
+    @property
     def weights(self) -> Tensor | None:
         """Weight of each row, the number of rows that it counts for, ``(N,)``; ``None`` means one."""
         return self.features.weights

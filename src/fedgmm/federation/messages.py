@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of the requests and replies; both sides must have the same."""
 
 DTYPES = ("bool", "uint8", "int64", "uint64", "float16", "float32", "float64")

@@ -16,7 +16,7 @@ from fedgmm.core.initialise import (
     nearest,
 )
 from fedgmm.core.randomness import row_uniforms
-from fedgmm.core.scratch import empty
+from fedgmm.core.scratch import empty, row_blocks
 from fedgmm.core.streaming import Block, accumulate
 from fedgmm.data.federated import ClientRows
 
@@ -104,8 +104,7 @@ def _sample(rows: ClientRows, clusters: int, seed: int, most_rows: int | None) -
         return rows
     codes = rows.codes.cpu().numpy()
     wanted = empty(len(rows), np.bool_)
-    for first in range(0, len(rows), _ROWS_AT_ONCE):
-        place = slice(first, min(first + _ROWS_AT_ONCE, len(rows)))
+    for place in row_blocks(len(rows), _ROWS_AT_ONCE):
         own = codes[place]
         draws = row_uniforms(seed, _ROW_STREAM, rows.keys[own], rows.positions_at(place))
         wanted[place] = draws < share[own]

@@ -126,15 +126,17 @@ def _rankings(rows: ScoredRows) -> Rankings:
 def _metrics(rows: ScoredRows, rankings: Rankings, parts: Parts) -> tuple[Values, Values]:
     """Return the metrics of each client, ``(B, C)``, and of all rows together, ``(B, 1)``.
 
-    ``parts`` say how often each of the ``B`` bootstrap samples holds a row. With ``rankings`` there is one.
+    ``parts`` say how often each of the ``B`` bootstrap samples holds a row; ``rankings`` need them at once.
     """
-    parts = list(parts) if rankings else parts
+    if rankings:
+        parts = list(parts)
+        whole = np.concatenate([weights for _, weights in parts], axis=1)
     own = _sums(rows, parts)
     pooled = {name: value.sum(1, keepdims=True) for name, value in own.items()}
     positive = None if rows.positive is None else rows.known == rows.positive
     found = _from_sums(own, positive), _from_sums(pooled, positive)
     for place, metrics in enumerate(found):
-        ranked = [ranking[place].areas(weights) for ranking in rankings for _, weights in parts]
+        ranked = [ranking[place].areas(whole) for ranking in rankings]
         if ranked:
             # a class has an area only if the group has rows of it and rows of other classes
             areas = map(_mean_of_defined, zip(*ranked, strict=True))
@@ -309,14 +311,18 @@ def _middle(drawn: FloatArray) -> FloatArray:
     return np.asarray((lower + (place - first) * (upper - lower)).T, dtype=np.float64)
 
 
-def resample(rows: ScoredRows, seed: int = 0) -> tuple[Values, Values]:
+def resample(
+    rows: ScoredRows, seed: int = 0, *, ranks: bool | None = None
+) -> tuple[Values, Values]:
     """Return the metrics of each client ``(B, C)`` and of all rows ``(B, 1)`` under ``B`` resamples.
 
-    Predictions of other methods for the same rows are resampled alike, so differences are paired.
+    Predictions of other methods for the same rows are resampled alike, so differences are paired. Metrics
+    that need ``ranks`` are left out by default if there are many rows.
     """
     n, widths = len(rows), max(len(rows.ranked), 1)
     large = n > _MOST_PLANNED
-    ranks = not large and n * widths * _FEWEST_RESAMPLES <= _MOST_RANKED
+    if ranks is None:
+        ranks = not large and n * widths * _FEWEST_RESAMPLES <= _MOST_RANKED
     work = n * (widths if ranks else 1)
     resamples = min(RESAMPLES, max(_FEWEST_RESAMPLES, _MOST_WORK // work))
     rankings = _rankings(rows) if ranks else []

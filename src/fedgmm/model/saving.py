@@ -453,9 +453,12 @@ def _labels(tensors: dict[str, Tensor], shape: tuple[int, int, int]) -> LabelFre
 
 
 def _calibration(tensors: dict[str, Tensor]) -> dict[str, NDArray[Any]]:
+    beside = dict.fromkeys(ROW_CALIBRATIONS, "client")
+    beside |= {"scale": "location", "standard_client": "standard"}
     for name, scores in tensors.items():
         valid = name in CALIBRATIONS and scores.ndim == 1 and len(scores) > 0
-        if name in ROW_CALIBRATIONS and "client" in tensors:
-            valid = valid and len(scores) == len(tensors["client"])
+        if valid and (other := beside.get(name)) in tensors:
+            valid = len(scores) == len(tensors[other])
         _require(valid, f"calibration/{name}")
+    _require("location" not in tensors or {"scale", "standard"} <= tensors.keys(), "calibration")
     return {name: scores.numpy() for name, scores in tensors.items()}

@@ -35,13 +35,13 @@ from fedgmm.methods.fedgmm import FedGMM
 from fedgmm.nets.learners import at_labels
 from fedgmm.nets.networks import Dense, function_of
 from fedgmm.privacy.noisy_sums import NoisySums, clip_rows
-from fedgmm.privacy.private_em import Mixture, Rows, round_sums
+from fedgmm.privacy.private_em import Mixture, Rows, radius, round_sums
 from fedgmm.privacy.private_method import ROUND, PrivateMixture, PrivateShared
 from fedgmm.privacy.settings import NETWORK_ROUNDS, Privacy, PrivacyError
 
 _CLIP, _LINEAR_CLIP = 1.0, 0.25  # length of a row's gradient, if the options name none
 _MOMENTUM = 0.9
-# small steps find linear learners by their gradients, and the start finds the Gaussians
+# gradients get most of it, because the start has found the Gaussians
 _LINEAR_SHARES = {
     "gradient": 0.94,
     "first": 0.03,
@@ -78,7 +78,11 @@ def private_method(
 def centres_of(shared: PrivateShared) -> Tensor:
     """Return the mean input of each learner by the released Gaussians, ``(M2, d)``."""
     joint = shared.weights.reshape(len(shared.gaussians.means), -1)
-    return (joint / joint.sum(0)).mT @ shared.gaussians.means
+    whitened = (joint / joint.sum(0)).mT @ shared.gaussians.means
+    # learners see inputs that are standardised, but not whitened
+    longest = radius(whitened.shape[1])  # also if a server sends parameters that cannot be
+    centres: Tensor = whitened @ torch.linalg.pinv(shared.coordinates.whitener)
+    return centres.clamp(-longest, longest)
 
 
 @dataclass(frozen=True)
@@ -228,7 +232,7 @@ class PrivateNetworks(PrivateMixture):
         number = [name for name, _ in self.plan()[: len(shared.spent)]].count(ROUND)
         gain = 1.0
         if self.linear and self.base.density:
-            # the mean over the rounds; the start counts as one by as much as it is more exact
+            # the mean over the rounds and the start, which counts for as many rounds as are as exact
             noise = deviation["first"] * self.components / max(float(noisy["counts"].sum()), 1.0)
             gain = 1.0 / (number + noise**2 / _START_ERROR)
         averaged = {name: value * math.sqrt(gain) for name, value in deviation.items()}

@@ -141,9 +141,7 @@ class _Gathering:
         self.inputs = rows.inputs.cpu().numpy()
         self.features = features_of(model, rows) if len(rows) else None
         self.labels, self.codes = rows.labels.cpu().numpy(), rows.codes.cpu().numpy()
-        # Names may be tuples, from which np.array would make a matrix.
-        names = np.fromiter(rows.names, dtype=object, count=len(rows.names))
-        self.owners = names[self.codes]  # the client of each test row, as the model knows it
+        self.owners = rows.owners  # the client of each test row, as the model knows it
         if self.evaluation is None:
             reason = "The data set has no test rows, so predictions could not be checked."
             self.absent |= {"accuracy": reason, "calibration": reason, "densities": reason}

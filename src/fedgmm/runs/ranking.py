@@ -227,8 +227,8 @@ def _resampled(evaluation: Evaluation, metric: str) -> NDArray[np.float64]:
     if isinstance(evaluation, RegressionEvaluation):
         return resample_r2(*evaluation.row_errors)
     assert evaluation.predicted is not None
-    own, together = resample(evaluation.predicted.scored)
     rare = metric == "average_precision"
+    own, together = resample(evaluation.predicted.scored, ranks=rare or None)
     return together[metric][:, 0] if rare else own["accuracy"].mean(1)
 
 

@@ -168,8 +168,7 @@ class LocalClients(StackedClients):
         model = self.models(method.prediction(shared, own))
         if model.algorithm == DENSITY and model.dataset is not None:
             rows = model.dataset.validation
-            owners = np.array([rows.names[code] for code in rows.codes.tolist()], dtype=object)
-            return float(model.score_samples(rows.inputs.cpu().numpy(), owners).mean())
+            return float(model.score_samples(rows.inputs.cpu().numpy(), rows.owners).mean())
         return -model.evaluate("validation").mean_log_loss
 
 

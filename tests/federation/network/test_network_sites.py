@@ -265,7 +265,8 @@ def test_zeros_take_no_memory(secured, limit, total):
         peer.close()
 
 
-def test_large_replies_are_received_a_few_at_a_time(plain, monkeypatch):
+@pytest.mark.parametrize("first", [10**6, 100])
+def test_large_replies_are_received_a_few_at_a_time(plain, monkeypatch, first):
     monkeypatch.setattr(sites_module, "PIECE", 1000)
     sites, connect, _ = plain
     peers = [connect().greet() for _ in range(8)]
@@ -273,7 +274,8 @@ def test_large_replies_are_received_a_few_at_a_time(plain, monkeypatch):
 
     def reply(peer):
         number, _ = peer.receive()
-        for piece in pieces(Message("reply", {"x": np.zeros(40_000)}, {}), number):
+        start, *rest = pieces(Message("reply", {"x": np.zeros(40_000)}, {}), number)
+        for piece in filter(None, [start[:first], start[first:], *rest]):
             peer.out.put(piece)
 
     for peer in peers:

@@ -55,7 +55,6 @@ LARGEST = 1e140
 """Largest number in training; squares of larger ones could overflow and spoil the whole column."""
 
 _MICROSECONDS_PER_DAY = 86_400e6
-_BLOCK_ROWS = 16_384
 _MOST_WORDS = 100  # of a column; a text column may have millions
 _MOST_SEARCHED = 65_536  # distinct texts that are looked up chunk by chunk
 _FIRST_LOOK = 8  # most text fails in the first values, which is faster than casting all of them
@@ -316,14 +315,12 @@ def _finite(values: pa.Array | pa.ChunkedArray) -> FloatArray:
 def without_beyond(numbers: FloatArray, largest: float = LARGEST) -> FloatArray:
     """Return numbers with NaN for those whose size is above ``largest``."""
     found = numbers
-    for first in range(0, len(numbers), _BLOCK_ROWS):
-        place = slice(first, first + _BLOCK_ROWS)
+    for place in row_blocks(len(numbers)):
         beyond = np.abs(numbers[place]) > largest
         if beyond.any():
             if found is numbers:
                 found = copied(numbers)
             found[place][beyond] = np.nan
-        touched(numbers[place].nbytes)
     return found
 
 

@@ -344,15 +344,17 @@ class NetworkSites:
         piece = await context.read()
         if not isinstance(piece, bytes):
             return False
-        large = len(piece) >= PIECE
+        found = assembler.add(piece)
+        late = bool(assembler.missing) and assembler.number != line.pending
+        if late:
+            assembler.drop()
+            _count_unexpected(line)
+        # a site may cut a large reply into small pieces
+        large = not late and (bool(assembler.missing) or len(piece) >= PIECE)
         if large:
             await self._large.acquire()
         delivered = False
         try:
-            found = assembler.add(piece)
-            if assembler.missing and assembler.number != line.pending:
-                assembler.drop()
-                _count_unexpected(line)
             allowed = _PIECE_TIMEOUT + assembler.missing / _SLOWEST
             deadline = self._loop.time() + allowed
             while assembler.missing:
