@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedgmm.core import scratch
 from fedgmm.core.labels import label_frequencies
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods.base import SHARED_LEARNERS, Prediction
@@ -139,6 +140,17 @@ def test_new_clients_have_frequencies_too(rng):
     assert model.predict_proba(x, "new")[:, 0].mean() < common - 0.1
     model.adapt("silent", x)  # the learners predict the first label for its rows
     assert model.predict_proba(x, "silent")[:, 0].mean() > common + 0.1
+
+
+def test_many_rows_of_a_new_client_are_counted_in_blocks(rng, monkeypatch):
+    model = train(skewed(rng), personal_labels=True, **OPTIONS)
+    y = np.arange(1200) % 2
+    x = rng.normal(size=(1200, 2)) + 0.7 * y[:, None]
+    model.adapt("new", x, y)
+    whole = model.predict_proba(x[:9], "new")
+    monkeypatch.setattr(scratch, "_BLOCK_ROWS", 100)
+    model.adapt("new", x, y)
+    np.testing.assert_allclose(model.predict_proba(x[:9], "new"), whole, rtol=1e-6)
 
 
 @pytest.mark.parametrize("algorithm", ["fedgmm", "fedem", "fedavg"])

@@ -423,7 +423,12 @@ def test_few_rows_of_a_client_count_beside_those_of_all_clients():
     assert 70 <= len(own) <= 80
     both = conformal_p_values(known["standard"], z), conformal_p_values(own, z)
     found = model.novelty(fresh, client="small").p_values
-    np.testing.assert_allclose(found, (both[0] + both[1]) / 2)
+    mean = (both[0] + both[1]) / 2
+    beyond = z < own.min()
+    assert beyond.any()
+    np.testing.assert_allclose(found, np.where(beyond, np.minimum(both[0], mean), mean))
+    # however few the client's rows are, a row far from all of them is flagged at a small rate
+    assert model.novelty(fresh[:5] + 100, client="small", false_alarm_rate=0.005).novel.all()
     del known["standard_client"]
     np.testing.assert_allclose(model.novelty(fresh, client="small").p_values, both[0])
 

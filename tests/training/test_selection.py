@@ -253,9 +253,17 @@ def test_ridge_and_refit_are_chosen_with_the_sizes():
         assert (chosen.ridge, chosen.refit) == (1.0, False)
     chosen, _ = choose_sizes(TrainingOptions(), (), **many, sizes_given=False)
     assert (chosen.ridge, chosen.refit) == (1.0, False)
-    mlp = TrainingOptions(learner="mlp")
-    chosen, _ = choose_sizes(mlp, open_choices, **many, sizes_given=False)
-    assert (chosen.ridge, chosen.refit) == (1.0, False)
+    for options in (TrainingOptions(learner="mlp"), TrainingOptions(solver="sgd")):
+        chosen, _ = choose_sizes(options, open_choices, **many, sizes_given=False)
+        assert (chosen.ridge, chosen.refit) == (1.0, False)
+
+
+def test_names_of_clients_may_be_tuples():
+    rows = synthetic(3, 60, components=2, dimensions=3, seed=0).dataset.train
+    names = [("ward", int(code)) for code in rows.codes]
+    clients = np.fromiter(names, dtype=object, count=len(names))
+    data = FederatedDataset.from_arrays(rows.inputs.numpy(), rows.labels.numpy(), clients)
+    assert train(data, components="auto", learners=1, rounds=2).names[0] == ("ward", 0)
 
 
 def test_the_longest_search_keeps_to_the_number_of_trials():

@@ -37,7 +37,7 @@ from fedgmm.core.predictive import (
     prior_strength,
     shares_of_models,
 )
-from fedgmm.core.scratch import counts_of, folder_of, stable_order, touched
+from fedgmm.core.scratch import counts_of, folder_of, row_blocks, stable_order, touched
 from fedgmm.methods.base import Prediction
 from fedgmm.model.predictions import EvaluatedRows, log_learners, log_weights
 from fedgmm.nets.learners import at_labels
@@ -229,9 +229,12 @@ def adapt_with_labels(
         in_fold = counts.new_zeros(len(left_out), *counts.shape)
         add_label_counts(in_fold, q[judges], labels[judges], fold)
         joint = add_likelihoods(own.log().view_as(start).expand(len(labels), -1, -1).clone(), log_x)
-        each = predicted_labels(joint, log_y)
+        each = predicted_labels(joint[judges], log_y[judges])
         expected = each.sum(0)
-        others = expected - torch.zeros_like(in_fold).index_add_(0, fold, each[judges])
+        for some in row_blocks(len(labels) - len(each)):  # (n, M, K) of all rows may be large
+            later = slice(some.start + len(each), some.stop + len(each))
+            expected += predicted_labels(joint[later], log_y[later]).sum(0)
+        others = expected - torch.zeros_like(in_fold).index_add_(0, fold, each)
         ratios = prediction.labels.log_ratios_from_counts(
             (counts - in_fold).clamp_min(0.0), others.clamp_min(0.0)
         )

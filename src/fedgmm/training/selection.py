@@ -112,7 +112,8 @@ def choose_sizes(
         try_learners = try_components
     found = None
     if score is not None and (try_components or try_learners):
-        exact = options.learner == "linear" and options.algorithm in ("fedgmm", "fedem")
+        mixture = options.algorithm in ("fedgmm", "fedem")
+        exact = mixture and options.learner == "linear" and options.solver != "sgd"
         try_ridge = exact and "ridge" in open_choices
         if try_ridge:  # under a weak penalty large sizes would fit too closely
             one = replace(options, components=1, learners=1)
@@ -310,8 +311,7 @@ def _held_out_scores(
     """Return ``log P_c(y|x)``, or ``log P_c(x)``, of the validation rows, ``(n,)``."""
     rows = dataset.validation
     x, labels = rows.inputs.cpu().numpy(), dataset.labels_of(rows)
-    owners = np.array([rows.names[code] for code in rows.codes.tolist()], dtype=object)
     own = None if rows.features_are_inputs else torch.cat(rows.features.chunks).cpu().numpy()
     if evidence == "inputs" and model.prediction.gaussians is not None:
-        return model.score_samples(x, owners, features=own)
-    return model.log_conditional(x, labels, owners, features=own)
+        return model.score_samples(x, rows.owners, features=own)
+    return model.log_conditional(x, labels, rows.owners, features=own)
