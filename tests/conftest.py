@@ -21,6 +21,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A thread that waits for others sleeps, because spinning takes CPU time from other tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Plugins of Hypothesis import trio, which takes three times as long as Hypothesis.
+os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")
 
 import numpy as np
 import pytest
