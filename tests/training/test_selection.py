@@ -25,8 +25,6 @@ from fedgmm.training.selection import (
 )
 from oracles import as_dict, ragged_ids
 
-pytestmark = pytest.mark.usefixtures("folds")
-
 
 @pytest.fixture
 def planted(rng):
@@ -116,6 +114,7 @@ def test_candidates_must_be_numbers_that_can_be_tried(planted):
 # ---------------------------------------------------------------------- Gaussians and learners
 
 
+@pytest.mark.usefixtures("folds")
 @pytest.mark.parametrize(
     ("size", "seed"),
     [
@@ -363,6 +362,7 @@ def test_covariances_follow_the_rows(rows, columns, components, kind):
     assert suitable_covariance(rows, columns, components) == kind
 
 
+@pytest.mark.usefixtures("folds")
 def test_few_rows_choose_by_cross_validation(monkeypatch):
     """Every row but test rows is held out once, by a model that did not see it."""
     data = synthetic(4, 60, components=1, dimensions=2, seed=0).dataset
@@ -389,6 +389,7 @@ def test_few_rows_choose_by_cross_validation(monkeypatch):
     assert seen == [data]
 
 
+@pytest.mark.usefixtures("folds")
 def test_sites_that_differ_in_their_labels_alone_get_several_learners():
     """Inputs say nothing about the site, so several Gaussians would only take rows away."""
     rng = np.random.default_rng(0)
