@@ -6,6 +6,7 @@ empty, Ctrl-C works, and the number of torch's threads is restored.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
@@ -20,6 +21,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A thread that waits for others sleeps, because spinning takes CPU time from other tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Plugins of Hypothesis import trio, which takes three times as long as Hypothesis.
+os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")
 
 import numpy as np
 import pytest
@@ -27,6 +30,12 @@ from hypothesis import HealthCheck, settings
 
 # Every run records the versions of its packages, and reading them takes milliseconds each time.
 metadata.version = cache(metadata.version)
+
+# Files of tests lie in memory where there is room. Many of them replace another file, and a disk then
+# writes the new one at once, which takes twenty times as long.
+MEMORY = Path("/dev/shm")
+if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 # Some tests start Python in another folder, where a relative path would lead elsewhere.
 if "PYTHONPATH" in os.environ:
@@ -48,6 +57,7 @@ settings.load_profile("fedgmm")
 
 def pytest_collection():
     """Prepare a process that collects tests; the one that only distributes them need not import torch."""
+    gc.disable()  # modules and tests stay to the end
     import torch
 
     if not torch.cuda.is_available():
@@ -58,14 +68,11 @@ def pytest_collection():
 
 def pytest_collection_finish():
     """Leave out modules and tests, which stay to the end, when garbage is collected, and do so seldom."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)  # young objects seldom die in cycles
-
-
-def pytest_unconfigure():
-    """Collect everything again at the end, because libraries report what is left over as a leak."""
-    gc.unfreeze()
+    gc.enable()
+    # Libraries report what is left over as a leak, so everything is collected at the end.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -109,6 +116,14 @@ def disk():
     os.fsync = os.fstat
     yield fsync
     os.fsync = fsync
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_scratch_files():
+    """Reserve little space for scratch files, because a file in memory is filled with zeros at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedgmm.core.scratch._COMMON_FILE", 1 << 20)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -102,11 +102,11 @@ def test_pachinko_weights_follow_their_dirichlet_distributions():
 
     The variance of a share is (1/K)(1 - 1/K) / (Kα + 1), and that of the draws comes on top.
     """
-    fine = np.repeat(np.arange(6), 2000)
+    fine = np.repeat(np.arange(6), 1000)
     coarse = fine // 3
     of_coarse, of_fine = [], []
     for seed in range(400):
-        own = pachinko(coarse, fine, 60, 0.5, 2.0, seed) == 0
+        own = pachinko(coarse, fine, 30, 0.5, 2.0, seed) == 0
         size = own.sum()
         of_coarse.append((coarse[own] == 0).mean())
         if (coarse[own] == 0).sum() > 0.5 * size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import product
 
 import numpy as np
 import pytest
@@ -53,14 +54,12 @@ def clients_of(X):
 
 @pytest.mark.filterwarnings("ignore::fedgmm.core.gaussians.CovarianceRepairWarning")
 @pytest.mark.parametrize(
-    ("shared_weights", "reg_covar"),
+    ("kind", "shared_weights", "reg_covar"),
     [  # without regularisation it is harder
-        (False, 0.0),
-        (True, 0.0),
-        *(pytest.param(weights, 1e-6, marks=pytest.mark.slow) for weights in (False, True)),
+        pytest.param(*one, marks=[pytest.mark.slow] * (one[2] > 0 or (one[1] and one[0] != "full")))
+        for one in product(KINDS, (False, True), (0.0, 1e-6))
     ],
 )
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", cases())
 def test_finite_parameters_and_predictions(case, kind, shared_weights, reg_covar):
     X = cases()[case]

@@ -157,6 +157,7 @@ def test_a_real_signal(federation, threads, number):
     assert torch.get_num_threads() == number
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("heeded")
 def test_ctrl_c_in_a_script():
     script = textwrap.dedent(

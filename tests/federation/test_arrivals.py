@@ -80,7 +80,9 @@ def _by_identity(monkeypatch):
     monkeypatch.setattr(Sums, "__eq__", object.__eq__, raising=False)
 
 
-@pytest.mark.parametrize("options", [{}, {"solver": "sgd", "learner": "mlp"}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"solver": "sgd", "learner": "mlp"}, marks=pytest.mark.slow)]
+)
 def test_the_server_holds_few_replies_at_a_time(table, tmp_path, sums_alive, options):
     most = {}
     for count in (3, 9):

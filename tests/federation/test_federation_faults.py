@@ -65,7 +65,7 @@ def dies_at(exchange):
         *(pytest.param(a, marks=pytest.mark.slow) for a in ("pfedme", "clustered", "fedavg+")),
     ],
 )
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_a_server_that_dies_in_any_exchange_ends_the_same(files, tmp_path, algorithm, when):
     options = {**SIZE, "rounds": 2, "algorithm": algorithm}
     sites, _ = federate(files, tmp_path / "whole", **options)

@@ -207,7 +207,7 @@ CASES = [
     ("many rows", "fedgmm"),
     pytest.param("many rows", "fedavg", marks=pytest.mark.slow),
     ("turned learners", "fedgmm-sgd"),
-    ("turned learners", "fedavg-mlp"),
+    pytest.param("turned learners", "fedavg-mlp", marks=pytest.mark.slow),
     ("wide summary", "fedgmm"),
     pytest.param("wide summary", "fedavg", marks=pytest.mark.slow),
     ("far away", "fedgmm"),

@@ -114,7 +114,13 @@ def whole(files, tmp_path_factory):
     return home, sites, lines
 
 
-@pytest.mark.parametrize("method", METHODS)
+# The others are alike: exact steps, learners without Gaussians, and learners of the sites.
+SLOW = ("fedgmm", "fedem", "local")
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=[pytest.mark.slow] * (m in SLOW)) for m in METHODS]
+)
 def test_the_best_round_is_that_of_one_process(files, tmp_path, method):
     options = {**OPTIONS, **METHODS[method]}
     model = in_one_process(files, **options)

@@ -50,8 +50,8 @@ VARIANTS = {
 }
 
 
-# By default, these have all variants: one method of all kinds of state, and personal learners.
-WHOLE = ("fedgmm", "clustered", "pfedme")
+# By default, these have all variants: a method with all kinds of state, and personal learners.
+WHOLE = ("fedgmm", "pfedme")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,9 @@ def test_ctrl_c_writes_the_last_finished_round(tmp_path, algorithm, number):
     assert_same_model(train(data, algorithm, checkpoint=Checkpoint(path), **options), expected)
 
 
-@pytest.mark.parametrize("algorithm", ["fedgmm", "fedavg+", "local"])
+@pytest.mark.parametrize(
+    "algorithm", ["fedgmm", "fedavg+", pytest.param("local", marks=pytest.mark.slow)]
+)
 def test_ctrl_c_at_any_moment(tmp_path, algorithm):
     """In the middle of a step, of a validation or of a checkpoint: the end is the same."""
     data = data_set(algorithm)

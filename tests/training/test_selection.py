@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -24,8 +25,6 @@ from fedgmm.training.selection import (
     suitable_covariance,
 )
 from oracles import as_dict, ragged_ids
-
-pytestmark = pytest.mark.usefixtures("folds")
 
 
 @pytest.fixture
@@ -116,11 +115,18 @@ def test_candidates_must_be_numbers_that_can_be_tried(planted):
 # ---------------------------------------------------------------------- Gaussians and learners
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.usefixtures("folds")
+@pytest.mark.parametrize(
+    ("size", "seed"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case != (3, 0)))
+        for case in product((1, 2, 3), range(3))
+    ],
+)
 def test_the_planted_mixture_is_found(size, seed):
     data = synthetic(12, 300, components=size, dimensions=6, seed=seed).dataset
-    found = select_mixture(local_score(data), TrainingOptions(), candidates=(1, 2, 3, 4, 5))
+    options = TrainingOptions(rounds=10)
+    found = select_mixture(local_score(data), options, candidates=(1, 2, 3, 4, 5))
     assert (found.components, found.learners) == (size, size)
     assert found.scores[size, size] >= max(found.scores.values()) - 2e-3
 
@@ -128,24 +134,18 @@ def test_the_planted_mixture_is_found(size, seed):
 def test_a_number_that_is_given_is_kept():
     data = synthetic(8, 200, components=2, dimensions=4, seed=0).dataset
     told = []
-    found = select_mixture(
-        local_score(data), TrainingOptions(), components=2, candidates=(1, 2, 3), notify=told.append
-    )
+    score, options = local_score(data), TrainingOptions(rounds=5)
+    found = select_mixture(score, options, components=2, candidates=(1, 2, 3), notify=told.append)
     assert (found.components, found.learners) == (2, 2)
     assert {m1 for m1, _ in found.scores} == {2}
     learners = {1: "1 learner", 2: "2 learners", 3: "3 learners"}
     assert told == [f"trying 2 Gaussians and {learners[m2]}" for _, m2 in found.scores]
-    found = select_mixture(local_score(data), TrainingOptions(), learners=2, candidates=(1, 2, 3))
+    found = select_mixture(score, options, learners=2, candidates=(1, 2, 3))
     assert {m2 for _, m2 in found.scores} == {2}
     assert found.components == 2
     # one learner: labels say nothing about the Gaussians, the inputs do
-    assert (
-        select_mixture(
-            local_score(data), TrainingOptions(), learners=1, candidates=(1, 2, 3)
-        ).components
-        == 2
-    )
-    found = select_mixture(local_score(data), TrainingOptions(), components=1, learners=3)
+    assert select_mixture(score, options, learners=1, candidates=(1, 2, 3)).components == 2
+    found = select_mixture(score, options, components=1, learners=3)
     assert (found.components, found.learners, list(found.scores)) == (1, 3, [(1, 3)])
 
 
@@ -162,11 +162,11 @@ def choose(data, options, open_choices=(), sizes_given=True):
 
 def test_train_chooses_sizes(tmp_path):
     data = synthetic(8, 200, components=2, dimensions=4, seed=0).dataset
-    model = train(data, components="auto", learners="auto", rounds=20)
+    model = train(data, components="auto", learners="auto", rounds=8)
     assert (model.n_components, model.n_learners) == (2, 2)
     assert (model.options["components"], model.options["learners"]) == (2, 2)
     ridge = model.options["ridge"]
-    expected = train(data, components=2, learners=2, rounds=20, ridge=ridge)
+    expected = train(data, components=2, learners=2, rounds=8, ridge=ridge)
     assert model.history[-1]["log_likelihood"] == expected.history[-1]["log_likelihood"]
 
 
@@ -234,7 +234,7 @@ def test_shops_that_differ_get_two_learners_also_if_fraud_is_rare():
         z = x[:, 0] * np.where(owners % 2, 1.0, sign) * 2 + rng.logistic(size=4000)
         return FederatedDataset.from_arrays(x, z > np.quantile(z, 0.98), owners)
 
-    options = {"components": 1, "learners": "auto", "rounds": 20}
+    options = {"components": 1, "learners": "auto", "rounds": 8}
     assert train(shops(-1), **options).n_learners > 1
     assert train(shops(1), **options).n_learners == 1
 
@@ -289,7 +289,7 @@ def test_trials_run_without_patience():
 
 def test_small_data_choose_if_no_size_was_given(monkeypatch):
     data = synthetic(8, 200, components=2, dimensions=4, seed=0).dataset
-    options = TrainingOptions(rounds=20)
+    options = TrainingOptions(rounds=8)
     chosen, found = choose(data, options, sizes_given=False)
     assert found is not None
     assert chosen == replace(options, components=2, learners=2)
@@ -302,7 +302,7 @@ def test_small_data_choose_if_no_size_was_given(monkeypatch):
 
 def test_one_learner_does_not_make_the_density_coarse():
     data = synthetic(8, 200, components=1, dimensions=4, seed=0).dataset
-    chosen, found = choose(data, TrainingOptions(rounds=20), sizes_given=False)
+    chosen, found = choose(data, TrainingOptions(rounds=8), sizes_given=False)
     assert found is not None
     assert (chosen.components, chosen.learners) == (3, 1)
 
@@ -384,6 +384,7 @@ def test_covariances_follow_the_rows(rows, columns, components, kind):
     assert suitable_covariance(rows, columns, components) == kind
 
 
+@pytest.mark.usefixtures("folds")
 def test_few_rows_choose_by_cross_validation(monkeypatch):
     """Every row but test rows is held out once, by a model that did not see it."""
     data = synthetic(4, 60, components=1, dimensions=2, seed=0).dataset
@@ -410,6 +411,7 @@ def test_few_rows_choose_by_cross_validation(monkeypatch):
     assert seen == [data]
 
 
+@pytest.mark.usefixtures("folds")
 def test_sites_that_differ_in_their_labels_alone_get_several_learners():
     """Inputs say nothing about the site, so several Gaussians would only take rows away."""
     rng = np.random.default_rng(0)
@@ -417,7 +419,8 @@ def test_sites_that_differ_in_their_labels_alone_get_several_learners():
     x = rng.normal(size=(1000, 8))
     y = (x * slopes[sites]).sum(1) + rng.logistic(size=1000) > 0
     data = FederatedDataset.from_arrays(x, y, sites)
-    found = select_mixture(local_score(data), TrainingOptions(ridge=10.0), rows=len(data.train))
+    options = TrainingOptions(ridge=10.0, rounds=8)
+    found = select_mixture(local_score(data), options, rows=len(data.train))
     assert found.components == 1
     assert found.learners > 1
 
