@@ -22,6 +22,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 
@@ -472,15 +473,12 @@ def test_the_printed_studies_run(tmp_path, monkeypatch):
     from fedgmm.nets import backbones
 
     monkeypatch.chdir(tmp_path)
-    study_of = studies._study
-
-    def small_study(experiment):
-        make, run = study_of(experiment)
-        few = {"feature_choices": (4,), "scatter_clients": 2, "scatter_rows": 30}
-        few = few if experiment == "novelty" else {}
-        return partial(make, features=4, **few), run
-
-    monkeypatch.setattr(studies, "_study", small_study)
+    few = {"feature_choices": (4,), "scatter_clients": 2, "scatter_rows": 30}
+    for module, study, *_ in studies._CODE.values():
+        if module.startswith("paper.") and study not in ("", "Size"):
+            code = import_module(f"fedgmm.experiments.{module}")
+            smaller = {"features": 4, **(few if study == "NoveltyStudy" else {})}
+            monkeypatch.setattr(code, study, partial(getattr(code, study), **smaller))
     write_femnist(tmp_path / "data")
     write_mnist(tmp_path / "data", monkeypatch)
     write_cifar10(tmp_path / "data", monkeypatch)

@@ -258,6 +258,15 @@ def test_ridge_and_refit_are_chosen_with_the_sizes():
         assert (chosen.ridge, chosen.refit) == (1.0, False)
 
 
+@pytest.mark.usefixtures("folds")
+def test_folds_may_have_fewer_rows_than_principal_components(rng):
+    x, y, who = rng.normal(size=(40, 30)), np.arange(40) % 2, np.arange(40) % 2
+    data = FederatedDataset.from_arrays(x, y, who)
+    few = len(data.train)
+    model = train(data, components="auto", learners=1, rounds=2, pca=few)
+    assert model.options["pca"] == few
+
+
 def test_names_of_clients_may_be_tuples():
     rows = synthetic(3, 60, components=2, dimensions=3, seed=0).dataset.train
     names = [("ward", int(code)) for code in rows.codes]

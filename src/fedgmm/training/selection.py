@@ -270,9 +270,12 @@ def local_score(dataset: FederatedDataset) -> Score | None:
     if not len(dataset.validation):
         return None
     parts = _folds(dataset) if _is_folded(dataset) else [dataset]
+    fewest = min(len(part.train) for part in parts)
 
     def score(options: TrainingOptions, evidence: Evidence) -> float:
         total = 0.0
+        if options.pca is not None:  # a fold may have fewer rows than the training rows
+            options = replace(options, pca=min(options.pca, fewest))
         for part in parts:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DivergenceWarning)
