@@ -103,8 +103,8 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
 def released_at_once(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     """Return an array like ``np.empty`` whose memory goes back to the system as soon as it is not used.
 
-    NumPy's memory of many rows below 128 kB usually stays with the process. Small arrays have such memory,
-    too, because a process may map about 65,000 pieces of memory only.
+    Memory of many small arrays of NumPy usually stays with the process, so the columns of a file are rows
+    of one array. Below 128 kB it is an ordinary one, because a process can map about 65,000 arrays only.
     """
     kind = np.dtype(dtype)
     size = math.prod(shape) * kind.itemsize
