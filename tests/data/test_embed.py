@@ -223,7 +223,7 @@ def test_vectors_of_fixed_or_free_length_are_read_as_one_column_per_entry(tmp_pa
     file = TableFile(tmp_path / "t.parquet")
     assert list(file.header) == ["f_0", "f_1", "g_0", "g_1", "g_2", "y"]
     file.read(file.header)
-    assert file.columns["f_1"].numbers.tolist() == [1, 3, 5]
+    assert np.asarray(file.columns["f_1"].numbers).tolist() == [1, 3, 5]
     np.testing.assert_array_equal(file.columns["g_2"].numbers, [3, np.nan, 6])
 
 

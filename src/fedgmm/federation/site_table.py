@@ -123,7 +123,7 @@ class SiteTable:
         for name, (low, high) in self.bounds.items():
             values = own.file.columns.get(name)
             if values is not None and values.kind == "number" and values.numbers is not None:
-                clipped = replace(values, numbers=np.clip(values.numbers, low, high))
+                clipped = replace(values, numbers=np.clip(np.asarray(values.numbers), low, high))
                 own.file.columns[name] = clipped.on_disk()
         return summarise_files([own], options)
 

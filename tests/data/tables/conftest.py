@@ -85,7 +85,7 @@ def columns_of(path, only=None, as_text=()):
             texts = values.texts.to_pylist()
             found[name] = [texts[code] if code >= 0 else None for code in values.codes]
         else:
-            found[name] = [None if np.isnan(v) else v for v in values.numbers.tolist()]
+            found[name] = [None if np.isnan(v) else v for v in np.asarray(values.numbers).tolist()]
     return found
 
 

@@ -8,8 +8,16 @@ from decimal import Decimal
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fedgmm.data.tables.columns import column_values, kind_of_text, stored_kind, without_point
+from fedgmm.data.tables.columns import (
+    Decimals,
+    column_values,
+    kind_of_text,
+    stored_kind,
+    without_point,
+)
 
 DAY = datetime.date(1970, 1, 3)
 NOON = datetime.datetime(1970, 1, 3, 12)
@@ -48,6 +56,28 @@ def test_numbers(values, kind, expected):
     assert found.kind == kind
     assert found.numbers.dtype == np.float64
     np.testing.assert_array_equal(found.numbers, np.array(expected, dtype=float))
+
+
+@given(
+    st.lists(st.none() | st.integers(-(2**31) + 1, 2**31 - 1), min_size=1, max_size=30),
+    st.integers(0, 9),
+)
+def test_decimals_are_the_numbers_that_a_parser_reads(whole, places):
+    texts = ["nan" if n is None else f"{n}e-{places}" for n in whole]
+    numbers = np.array([float(text) for text in texts])
+    found = Decimals.of(numbers, np.empty(len(numbers), np.int32))
+    assert found is not None
+    np.testing.assert_array_equal(found, numbers)
+    np.testing.assert_array_equal(found[::2], numbers[::2])
+    assert len(found) == len(numbers)
+
+
+@pytest.mark.parametrize("other", [1 / 3, 2.0**31, -(2.0**31), np.inf, -np.inf, 1e300, 1e-10])
+@pytest.mark.parametrize("place", [0, 20_000])
+def test_other_numbers_are_no_decimals(other, place):
+    numbers = np.arange(40_000) / 8
+    numbers[place] = other
+    assert Decimals.of(numbers, np.empty(len(numbers), np.int32)) is None
 
 
 def test_text_is_not_a_number():

@@ -156,10 +156,10 @@ def test_codes_for_missing_values(write, as_text):
     found = read_as(path, as_text, missing_values=("-9", "unknown"))
     if as_text:
         assert [a is None for a in found["a"].as_texts()] == [True, False, True, False]
-    assert np.isnan(found["a"].numbers).tolist() == [True, False, True, False]
+    assert np.isnan(np.asarray(found["a"].numbers)).tolist() == [True, False, True, False]
     assert found["b"].as_texts().tolist() == ["u", None, "v", "-90"]
     assert found["c"].kind == "empty"
-    assert (found["d"].kind, np.isnan(found["d"].numbers[0])) == ("number", True)
+    assert (found["d"].kind, np.isnan(np.asarray(found["d"].numbers)[0])) == ("number", True)
 
 
 def test_codes_in_parquet_and_streamed_files(write, frame, tmp_path, streaming):
@@ -167,7 +167,7 @@ def test_codes_in_parquet_and_streamed_files(write, frame, tmp_path, streaming):
     frame.to_parquet(tmp_path / "a.parquet")
     frame.to_csv(tmp_path / "a.csv", index=False)
     for name in ("a.parquet", "a.csv"):
-        found = read_as(tmp_path / name, missing_values=("-9",))["age"].numbers
+        found = np.asarray(read_as(tmp_path / name, missing_values=("-9",))["age"].numbers)
         assert np.array_equal(np.isnan(found), frame["age"] == -9)
 
 

@@ -197,13 +197,14 @@ def test_the_memory_of_a_table_counts_every_entry_of_its_vectors(tmp_path):
 
 
 def test_numbers_of_a_file_share_memory_that_is_returned_with_them(tmp_path):
-    pd.DataFrame({"age": [1.5, 2.5], "ward": ["a", "b"], "dose": [3, None]}).to_csv(
-        tmp_path / "a.csv", index=False
-    )
+    pd.DataFrame(
+        {"age": [1.5, 2.5], "x": [1 / 3, 2 / 3], "ward": ["a", "b"], "dose": [3, None], "y": np.pi}
+    ).to_csv(tmp_path / "a.csv", index=False)
     file = TableFile(tmp_path / "a.csv")
     file.read(file.header)
-    age, dose = (file.columns[name].numbers for name in ("age", "dose"))
+    age, x, dose, y = (file.columns[name].numbers for name in ("age", "x", "dose", "y"))
     np.testing.assert_array_equal(age, [1.5, 2.5])
     np.testing.assert_array_equal(dose, [3.0, np.nan])
-    assert age.base is not None
-    assert age.base is dose.base
+    np.testing.assert_array_equal(x, [1 / 3, 2 / 3])
+    assert age.whole.base is dose.whole.base is not None
+    assert x.base is y.base is not None

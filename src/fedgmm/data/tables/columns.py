@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -55,6 +55,8 @@ LARGEST = 1e140
 """Largest number in training; squares of larger ones could overflow and spoil the whole column."""
 
 _MICROSECONDS_PER_DAY = 86_400e6
+_MOST_PLACES = 9  # after the point; 2^31 has ten digits
+_NO_NUMBER = -(2**31)
 _MOST_WORDS = 100  # of a column; a text column may have millions
 _MOST_SEARCHED = 65_536  # distinct texts that are looked up chunk by chunk
 _FIRST_LOOK = 8  # most text fails in the first values, which is faster than casting all of them
@@ -98,13 +100,67 @@ PLAIN = FileFormat()
 
 
 @dataclass(frozen=True)
+class Decimals:
+    """Numbers with few digits, kept exactly in half of the memory of float64.
+
+    ``decimals[rows]`` are the float64 values of some rows. Most columns of tables are such numbers, and all
+    columns of all clients are in memory until the clients have agreed on the preprocessing.
+
+    Attributes:
+        whole: the numbers times ``10^places``, ``(n,)``; ``-2^31`` where missing.
+        places: digits after the point.
+    """
+
+    whole: CodeArray
+    places: int
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __getitem__(self, rows: slice | IntArray) -> FloatArray:
+        # the quotient is the float64 nearest to the decimal number, as the parser's is
+        whole = self.whole[rows]
+        numbers = whole / 10.0**self.places
+        numbers[whole == _NO_NUMBER] = np.nan
+        return numbers
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> FloatArray:
+        return self[:]
+
+    @classmethod
+    def of(cls, numbers: FloatArray, out: CodeArray) -> Decimals | None:
+        """Return numbers ``(n,)``, written to ``out``; ``None`` if some of them have many digits."""
+        for places in range(_MOST_PLACES + 1):
+            if _as_whole(numbers[:_FIRST_LOOK], places) is None:
+                continue
+            for place in row_blocks(len(numbers)):
+                whole = _as_whole(numbers[place], places)
+                if whole is None:
+                    break
+                out[place] = whole
+            else:
+                return cls(out, places)
+        return None
+
+
+def _as_whole(numbers: FloatArray, places: int) -> FloatArray | None:
+    """Return the numbers times ``10^places`` if all of them become whole, else ``None``."""
+    scale = 10.0**places
+    with np.errstate(over="ignore"):
+        whole = np.rint(numbers * scale)
+    whole[np.isnan(numbers)] = _NO_NUMBER
+    fits = (whole / scale == numbers) & (np.abs(whole) < -_NO_NUMBER) | (whole == _NO_NUMBER)
+    return whole if fits.all() else None
+
+
+@dataclass(frozen=True)
 class ColumnValues:
     """The values of one column, ``n`` rows.
 
     Attributes:
         kind: kind of the values; text that holds only numbers, truth values or dates counts as those.
-        numbers: ``(n,)`` float64, NaN where missing; ``None`` for text. Dates are days since 1970, times
-            are fractions of a day, truth values are 0 and 1, infinities are missing.
+        numbers: ``(n,)`` float64 or :class:`Decimals`, NaN where missing; ``None`` for text. Dates are days
+            since 1970, times are fractions of a day, truth values are 0 and 1, infinities are missing.
         codes: ``(n,)`` indices into ``texts``, -1 where missing; ``None`` for numbers and dates that
             were not read as text.
         texts: the distinct texts without surrounding blanks.
@@ -115,7 +171,7 @@ class ColumnValues:
     """
 
     kind: Kind
-    numbers: FloatArray | None
+    numbers: FloatArray | Decimals | None
     codes: CodeArray | None
     texts: pa.StringArray
     as_written: bool
@@ -132,7 +188,7 @@ class ColumnValues:
         """Return the same values with large arrays in scratch files, see :mod:`fedgmm.core.scratch`."""
         return replace(
             self,
-            numbers=None if self.numbers is None else kept(self.numbers),
+            numbers=kept(self.numbers) if isinstance(self.numbers, np.ndarray) else self.numbers,
             codes=None if self.codes is None else kept(self.codes),
             orders={order: kept(days) for order, days in self.orders.items()},
         )
@@ -185,11 +241,12 @@ def column_values(
     written: FileFormat = PLAIN,
     *,
     as_text: bool = False,
-    out: FloatArray | None = None,
+    out: Sequence[NDArray[Any]] = (),
 ) -> ColumnValues:
     """Convert a column of an Arrow table whose type has a :func:`stored_kind`.
 
-    ``out``, ``(n,)``, takes the numbers of a column whose type is one of numbers, dates or truth values.
+    Values of types of numbers, dates or truth values are written to one of the arrays of ``out``, a float64
+    and an int32 one, ``(n,)`` each.
     """
     kind = stored_kind(values.type)
     assert kind is not None
@@ -203,7 +260,7 @@ def column_values(
         texts = _text_values(values, written)
         if texts.kind == "date":
             return texts
-    numbers = empty(len(values), np.float64) if out is None else out
+    numbers = empty(len(values), np.float64)
     first = 0
     for chunk in values.chunks:  # so that temporaries stay small
         own = _days(chunk) if kind == "date" else _finite(chunk.cast(pa.float64(), safe=False))
@@ -217,12 +274,17 @@ def column_values(
             present += int(np.count_nonzero(~np.isnan(numbers[place])))
         if not present:
             return ColumnValues.absent(len(values))
+    codes, texts = None, pa.array([], pa.string())
     if kind == "boolean":
-        codes: CodeArray = empty(len(numbers), np.int32)
+        codes, texts = empty(len(numbers), np.int32), pa.array(TRUTH)
         for place in row_blocks(len(numbers)):
             codes[place] = np.where(np.isnan(numbers[place]), -1, numbers[place])
-        return ColumnValues(kind, numbers, codes, pa.array(TRUTH), False)
-    return ColumnValues(kind, numbers, None, pa.array([], pa.string()), False)
+    if not out:
+        return ColumnValues(kind, numbers, codes, texts, False)
+    decimals = Decimals.of(numbers, out[1])
+    if decimals is None:
+        out[0][:] = numbers
+    return ColumnValues(kind, decimals or out[0], codes, texts, False)
 
 
 def table_on_disk(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> pa.Table:

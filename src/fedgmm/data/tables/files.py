@@ -237,8 +237,9 @@ class TableFile:
             if not table.num_rows:
                 raise TableError(self.path, "it has no rows.")
             self.rows = table.num_rows
-            # pages of columns that hold no numbers are never used
-            numbers = None if active() else released_at_once((len(wanted), self.rows), np.float64)
+            # a column uses the pages of one of these arrays only
+            kinds = () if active() else (np.float64, np.int32)
+            room = [released_at_once((len(wanted), self.rows), kind) for kind in kinds]
             columns = table.columns[::-1]
             del table  # each column is released after it is converted
             for place, name in enumerate(wanted):
@@ -253,7 +254,7 @@ class TableFile:
                     )
                     raise TableError(self.path, problem)
                 text = name in as_text and kind != "empty"
-                out = None if numbers is None else numbers[place]
+                out = [array[place] for array in room]
                 found = column_values(values, self.written, as_text=text, out=out)
                 self.columns[name] = found.on_disk()
         except TableError:

@@ -316,7 +316,7 @@ def _number_warnings(tables: Tables, columns: list[Column]) -> list[str]:
         if column.role != "number" or column.vector:
             continue
         parts = [own.file.columns.get(column.name) for own in tables.files]
-        numbers = [p.numbers for p in parts if p is not None and p.numbers is not None]
+        numbers = [np.asarray(p.numbers) for p in parts if p is not None and p.numbers is not None]
         if _looks_like_id(column.name, [part for part in numbers if len(part)]):
             ids.append(
                 f"Column {quoted(column.name)} has another whole number in every row and looks like an id, "

@@ -144,7 +144,7 @@ class ClientsFile:
         self.file.read({*self.used, *special}, as_text)
         for name in self.used:
             values = self.file.columns[name]
-            if values.numbers is not None:
+            if isinstance(values.numbers, np.ndarray):  # others have few digits
                 numbers = without_beyond(values.numbers)
                 self.file.columns[name] = replace(values, numbers=numbers)
 

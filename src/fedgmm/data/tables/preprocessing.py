@@ -31,6 +31,7 @@ from fedgmm.data.tables.columns import (
     PLAIN,
     TRUTH,
     ColumnValues,
+    Decimals,
     FileFormat,
     FloatArray,
     IntArray,
@@ -72,6 +73,10 @@ def _check_split(name: str, value: Any) -> None:
             f"{name} must be three shares, of training, validation and test rows, that sum to 1, "
             f"got {value!r}."
         )
+
+
+Encoded = FloatArray | Decimals | IntArray
+"""Numbers of rows, or indices of their categories."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +280,7 @@ def numbers_to_predict(values: ColumnValues, name: str) -> FloatArray:
     if values.kind not in ("number", "empty") or values.numbers is None:
         problem = f"the label column {quoted(name)} holds {KIND_NAMES[values.kind]}"
         raise ValueKindError(f"{problem}, but regression needs numbers.", problem)
-    return values.numbers
+    return np.asarray(values.numbers)
 
 
 def as_classes(texts: Iterable[str]) -> dict[str, Any]:
@@ -374,7 +379,7 @@ class Column:
             values.as_written or (values.kind == "boolean" and self.categories == TRUTH)
         )
 
-    def encode(self, values: ColumnValues) -> tuple[FloatArray | IntArray, int]:
+    def encode(self, values: ColumnValues) -> tuple[Encoded, int]:
         """Return numbers or indices of categories ``(n,)``, and the number of unknown categories.
 
         The index of an unknown category is ``len(categories)``, that of a missing value one more.
@@ -406,7 +411,7 @@ class Column:
             f"{problem}, but {known}; write dates as 2024-12-31.", f"{problem}, but {known}"
         )
 
-    def fill(self, encoded: FloatArray | IntArray, out: FloatArray) -> None:
+    def fill(self, encoded: NDArray[Any], out: FloatArray) -> None:
         """Write encoded rows ``(n,)`` into ``out``, ``(len(outputs), n)``."""
         if self.role == "category":
             first = 1 if len(self.categories) == 2 else 0
@@ -463,7 +468,7 @@ class EncodedRows:
     """
 
     columns: list[Column]
-    encoded: list[FloatArray | IntArray]
+    encoded: list[Encoded]
     unknown: dict[str, int]
 
     def blocks(self) -> Iterator[NDArray[np.float32]]:

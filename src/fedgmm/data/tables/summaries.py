@@ -128,8 +128,9 @@ def _number_summaries(
         blocks = []
         for part in parts:
             numbers = [cast("FloatArray", part.columns[name].numbers) for name in names]
-            for start in range(0, len(part.rows), _BLOCK_ROWS):
-                rows_here = part.rows[start : start + _BLOCK_ROWS]
+            whole_file = len(part.rows) == len(numbers[0])  # then its rows are in order
+            for place in row_blocks(len(part.rows), _BLOCK_ROWS):
+                rows_here = place if whole_file else part.rows[place]
                 blocks.append(_moments(np.stack([one[rows_here] for one in numbers])))
         counts, means, squares, rests = pool(*map(np.stack, zip(*blocks, strict=True)))
     return [
@@ -164,15 +165,19 @@ def _dates_in_orders(parts: Sequence[ClientPart], name: str, rows: int) -> Colum
 
 
 def _moments(values: FloatArray) -> Pooled:
-    """Return the moments of values ``(k, n)``, NaN where missing; each is ``(k,)``."""
-    present = ~np.isnan(values)
-    count = present.sum(1).astype(np.float64)
-    filled = np.where(present, values, 0.0)
-    mean = filled.sum(1) / np.maximum(count, 1.0)
-    around = np.where(present, filled - mean[:, None], 0.0)
+    """Return the moments of values ``(k, n)``, NaN where missing; each is ``(k,)``.
+
+    The values are overwritten.
+    """
+    missing = np.isnan(values)
+    count = (values.shape[1] - missing.sum(1)).astype(np.float64)
+    values[missing] = 0.0
+    mean = values.sum(1) / np.maximum(count, 1.0)
+    values -= mean[:, None]
+    values[missing] = 0.0
     touched(values.nbytes)
-    rest = around.sum(1) / np.maximum(count, 1.0)
-    return Pooled(count, mean, (around**2).sum(1) - count * rest**2, rest)
+    rest = values.sum(1) / np.maximum(count, 1.0)
+    return Pooled(count, mean, np.square(values, out=values).sum(1) - count * rest**2, rest)
 
 
 def _text_summary(

@@ -26,6 +26,7 @@ _TRUE, _FALSE = ["true", "True", "TRUE"], ["false", "False", "FALSE"]
 _SEPARATORS = ",;\t|"
 _SAMPLE_BYTES = 256 * 1024
 _SAMPLE_ROWS = 200
+_COMPARED_ROWS = 50  # with the first line
 _WHOLE_FILE_BYTES = 48 * 1024 * 1024  # larger files are streamed from disk
 _BLOCK_BYTES = 4 * 1024 * 1024
 _MOST_CONTROLS = 0.01  # largest share of control characters in a text file
@@ -82,7 +83,7 @@ def sniff(path: Path, written: FileFormat = PLAIN) -> Dialect:
             point = ","
     if header is not None:
         return Dialect(header, separator, point, encoding, has_header=False)
-    lines = text.splitlines()[1 : _SAMPLE_ROWS + 1]  # the last one may be cut
+    lines = text.splitlines()[1 : _COMPARED_ROWS + 1]  # the last one may be cut
     rows = [row for row in csv.reader(lines, delimiter=separator) if row]
     is_data = not written.names and _looks_like_data(first, rows, point)
     if is_data and (all(map(_is_number, first)) or len(set(first)) < len(first)):
