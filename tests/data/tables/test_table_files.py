@@ -201,7 +201,7 @@ def test_numbers_of_a_file_share_memory_that_is_returned_with_them(tmp_path):
         {"age": [1.5, 2.5], "x": [1 / 3, 2 / 3], "ward": ["a", "b"], "dose": [3, None], "y": np.pi}
     ).to_csv(tmp_path / "a.csv", index=False)
     file = TableFile(tmp_path / "a.csv")
-    file.read(file.header)
+    file.read(file.header, compact=True)
     age, x, dose, y = (file.columns[name].numbers for name in ("age", "x", "dose", "y"))
     np.testing.assert_array_equal(age, [1.5, 2.5])
     np.testing.assert_array_equal(dose, [3.0, np.nan])

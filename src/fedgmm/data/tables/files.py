@@ -206,11 +206,14 @@ class TableFile:
                 del self.header[f"{name}_{entry}"]
             self.header[name] = name
 
-    def read(self, names: Collection[str], as_text: Collection[str] = ()) -> None:
+    def read(
+        self, names: Collection[str], as_text: Collection[str] = (), *, compact: bool = False
+    ) -> None:
         """Read columns that are not kept yet, in one pass over the file.
 
         A column that is kept as numbers is read again if it is in ``as_text``, because numbers do not
-        keep how they were written. Names that the file does not have are skipped.
+        keep how they were written. Names that the file does not have are skipped. ``compact`` saves memory
+        while many files are kept, see :class:`~fedgmm.data.tables.columns.Decimals`, but takes time.
         """
         wanted = {
             name: raw
@@ -238,7 +241,7 @@ class TableFile:
                 raise TableError(self.path, "it has no rows.")
             self.rows = table.num_rows
             # a column uses the pages of one of these arrays only
-            kinds = () if active() else (np.float64, np.int32)
+            kinds = (np.float64, np.int32) if compact and not active() else ()
             room = [released_at_once((len(wanted), self.rows), kind) for kind in kinds]
             columns = table.columns[::-1]
             del table  # each column is released after it is converted

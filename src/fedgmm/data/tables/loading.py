@@ -141,7 +141,7 @@ class ClientsFile:
         as_text = {*self.as_categories, *special}
         if options.task == "regression":
             as_text -= {options.label}
-        self.file.read({*self.used, *special}, as_text)
+        self.file.read({*self.used, *special}, as_text, compact=True)
         for name in self.used:
             values = self.file.columns[name]
             if isinstance(values.numbers, np.ndarray):  # others have few digits
