@@ -6,6 +6,7 @@ such as ``shared/mixture/gaussians/means``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
@@ -135,5 +136,10 @@ def all_finite(state: Any) -> bool:
     """Return whether all numbers of a state are finite."""
     tensors: dict[str, Tensor] = {}
     take_apart("", state, tensors, {})
-    flags = [torch.isfinite(value).all() for value in tensors.values() if value.is_floating_point()]
-    return not flags or bool(torch.stack(flags).all())  # waits for a GPU only once
+    numbers = [value for value in tensors.values() if value.is_floating_point()]
+    if not numbers:
+        return True
+    # one call per tensor, and a GPU is waited for only once; finite numbers may have an infinite sum
+    if math.isfinite(torch.stack([value.sum() for value in numbers]).sum().item()):
+        return True
+    return all(bool(torch.isfinite(value).all()) for value in numbers)
