@@ -100,12 +100,16 @@ class Job:
     @cached_property
     def method(self) -> AnyMethod:
         """The method to train."""
-        method = build(self.options, self._net)
+        return self.private or build(self.options, self._net)
+
+    @cached_property
+    def private(self) -> PrivateMixture | None:
+        """The method whose sums have noise; ``None`` without noise."""
         if self.privacy is None:
-            return method
-        rounds = private_rounds(self.options, self.privacy)
-        budget = replace(self.privacy, rounds=rounds)
-        return private_method(cast("FedGMM", method), budget, descent=descends(self.options))
+            return None
+        method = cast("FedGMM", build(self.options, self._net))
+        budget = replace(self.privacy, rounds=private_rounds(self.options, self.privacy))
+        return private_method(method, budget, descent=descends(self.options))
 
     @cached_property
     def warm_up(self) -> AnyMethod:
@@ -138,16 +142,16 @@ class Job:
             **({} if self.privacy is None else {"privacy": self.privacy.record()}),
         }
 
-    def private_parts(self, method: AnyMethod, shared: Any) -> dict[str, Any]:
+    def private_parts(self, shared: Any) -> dict[str, Any]:
         """Return what a model of noised sums has beside its parameters; nothing without noise."""
-        if not isinstance(method, PrivateMixture) or self.privacy is None:
+        if self.private is None or self.privacy is None:
             return {}
         assert self.privacy.delta is not None
         zero = torch.zeros(self.columns, dtype=torch.float64)
         classes = list(self.preprocessing.labels.array.tolist())
         spent = shared.spent.tolist()
         return {
-            "scaling": method.scaling(shared, Scaling(zero, torch.ones_like(zero))),
+            "scaling": self.private.scaling(shared, Scaling(zero, torch.ones_like(zero))),
             # counts of labels must not decide
             "positive": classes[default_positive(classes, (1, 1))] if len(classes) == 2 else None,
             "privacy": {
@@ -324,5 +328,5 @@ def shared_model(
         column_names=job.preprocessing.feature_names,
         target=job.preprocessing.labels.target,
         projection=job.projection,
-        **job.private_parts(method, shared),
+        **job.private_parts(shared),
     )

@@ -29,9 +29,9 @@ class PrivateTraining(PrivateWalk, RemoteTraining):
 
     def start(self, method: AnyMethod, learner: Params | None) -> tuple[Any, Any]:
         """Return the parameters before any release; the first round makes the releases before it."""
-        assert isinstance(method, PrivateMixture)
+        assert self.job.private is not None
         self._enlist()
-        shared = method.blank(self.job.columns)
+        shared = self.job.private.blank(self.job.columns)
         return shared, method.newcomer(shared)
 
     def accepted(self, number: int, info: RoundInfo) -> dict[str, Any]:

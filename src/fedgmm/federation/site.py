@@ -617,7 +617,7 @@ class Site:
         with self._quietly(job):
             personal = method.finish(shared, personal, rows)
             model = self._model(job, dataset, method.prediction(shared, personal))
-            parts = job.private_parts(method, shared)
+            parts = job.private_parts(shared)
             model = replace(model, history=self._folder.history(), **parts)
             self._folder.write_config(job, self.table.path, self.name, self.settings.embedding)
             notes = [str(note) for note in request.facts.get("notes", [])]
@@ -756,9 +756,9 @@ def planned_release(job: Job, request: Message) -> tuple[PrivateMixture, str, fl
 
     Raises ``MessageError`` unless it is the one that the plan has in this place, with as much noise.
     """
-    method, place = job.method, _whole(request, "round")
-    plan = method.releases() if isinstance(method, PrivateMixture) else []
-    if not isinstance(method, PrivateMixture) or place >= len(plan):
+    method, place = job.private, _whole(request, "round")
+    plan = [] if method is None else method.releases()
+    if method is None or place >= len(plan):
         raise MessageError(f"the plan of this run has no release {place}.")
     (name, most), mu = plan[place], request.facts.get("mu")
     if request.facts.get("release") != name:
