@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,12 @@ GROUND = ("files", "wording")
 FACE = ("__init__", "__main__")
 
 
+@cache
+def nodes_of(path):
+    """All nodes of a module's syntax tree."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def room_of(path, source):
     """The room that a module lies in, or the name of a module beside the rooms."""
     return path.relative_to(source).with_suffix("").parts[0]
@@ -41,7 +48,7 @@ def room_of(path, source):
 def imported_rooms(path, source):
     """Pairs of line and room for every import of the package in a module, wherever it stands."""
     here = ("fedgmm", *path.relative_to(source).parent.parts)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -108,7 +115,7 @@ def calls(name):
     for path in sorted(SOURCE.rglob("*.py")):
         if room_of(path, SOURCE) == "methods":
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == name:
                 found.append(str(path.relative_to(SOURCE)))  # noqa: PERF401
     return found
@@ -123,13 +130,13 @@ def test_no_isinstance_over_methods_outside_their_room():
     known = {
         node.name
         for path in homes
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for node in nodes_of(path)
         if isinstance(node, ast.ClassDef)
     }
     assert {"FedGMM", "PrivateMixture", "PrivateNetworks"} <= known
     found = []
     for path in sorted({*SOURCE.rglob("*.py")} - homes):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             tested = []
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "isinstance":
                 tested = [n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)]

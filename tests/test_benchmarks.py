@@ -6,6 +6,7 @@ import mmap
 import subprocess
 import sys
 from argparse import ArgumentTypeError
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +125,7 @@ def test_ratio_is_taken_against_the_fastest_reference(benchmark):
 
 FEDERATION_ROUNDS = SCRIPT.with_name("federation_rounds.py")
 SCALE = SCRIPT.with_name("federation_scale.py")
-ROUNDS_ON_A_CARD = SCRIPT.with_name("gpu_rounds.py")
+ROUNDS_ON_A_GPU = SCRIPT.with_name("gpu_rounds.py")
 
 
 @pytest.mark.slow
@@ -153,7 +154,7 @@ def test_federation_scale_loads_the_server_and_the_network(tmp_path):
 
 @pytest.mark.slow
 def test_gpu_rounds_compares_both_sides_on_any_device(tmp_path):
-    printed, found = quick_run(ROUNDS_ON_A_CARD, tmp_path, "--device", "cpu")
+    printed, found = quick_run(ROUNDS_ON_A_GPU, tmp_path, "--device", "cpu")
     assert printed.strip().splitlines()[-1].startswith("ratio: min ")
     for one in found:
         assert min(one["seconds"].values()) > 0
@@ -161,10 +162,15 @@ def test_gpu_rounds_compares_both_sides_on_any_device(tmp_path):
         assert one["few_clients_apart"]["round"]["losses"] < 1e-5
 
 
+def gpu_rounds_of_two_clients():
+    benchmark = script_as_module(ROUNDS_ON_A_GPU)
+    small = replace(benchmark.QUICK[0], clients=2, rows=20, largest=10, shape=(1, 8, 8))
+    return benchmark, small
+
+
 def test_gpu_rounds_refuses_to_time_two_sides_that_differ(monkeypatch):
-    benchmark = script_as_module(ROUNDS_ON_A_CARD)
+    benchmark, small = gpu_rounds_of_two_clients()
     cpu = benchmark.torch.device("cpu")
-    small = benchmark.QUICK[0]
     assert benchmark.compare(small, cpu)["round"].learners < 1e-10
     train = benchmark._train
 
@@ -172,15 +178,15 @@ def test_gpu_rounds_refuses_to_time_two_sides_that_differ(monkeypatch):
         train(own, rows, order[:-1], *rest)
 
     monkeypatch.setattr(benchmark, "_train", forgets_the_last_row)
-    with pytest.raises(SystemExit, match="FEMNIST, small: with 4 clients the two sides differ"):
+    with pytest.raises(SystemExit, match="FEMNIST, small: with 2 clients the two sides differ"):
         benchmark.compare(small, cpu)
 
 
 def test_gpu_rounds_refuses_a_side_that_is_not_a_number(monkeypatch):
-    benchmark = script_as_module(ROUNDS_ON_A_CARD)
+    benchmark, small = gpu_rounds_of_two_clients()
     monkeypatch.setattr(benchmark, "_distance", lambda *_: float("nan"))
     with pytest.raises(SystemExit, match="differ"):
-        benchmark.compare(benchmark.QUICK[0], benchmark.torch.device("cpu"))
+        benchmark.compare(small, benchmark.torch.device("cpu"))
 
 
 @pytest.mark.slow
