@@ -441,9 +441,10 @@ def test_commands_of_the_page_about_files_work(tmp_path, monkeypatch):
             assert words[0] == "fedgmm"
             files = [sorted(Path().glob(word)) if "*" in word else [word] for word in words[1:]]
             # slow tests run the blocks as printed
+            sizes = ["--components", "2", "--learners", "2"]
             fewer = {
                 "fit": ["--rounds", "5"],
-                "compare": ["--rounds", "2", "--learner", "linear"],
+                "compare": ["--rounds", "2", "--learner", "linear", *sizes],
             }.get(words[1], [])
             works(*chain.from_iterable(files), *fewer)
     assert (tmp_path / "hospitals" / "run" / "report.html").is_file()
