@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from pages import HOSTILE, contents_of, hostile_contents, named_clients
 from fedgmm.core.paired import Estimate
 from fedgmm.data.synthetic import synthetic
 from fedgmm.report import charts
-from fedgmm.report.contents import AdaptationRecord, ClientTable, TestMetrics, WeightMap
+from fedgmm.report.contents import AdaptationRecord, ClientTable, WeightMap
 from fedgmm.report.gathering import project
 from fedgmm.report.page import _plotly, render, verdict, write_report
 
@@ -301,10 +302,15 @@ def test_names_that_no_file_can_hold(contents, tmp_path):
 def test_a_rare_class_has_the_first_tile_and_the_verdict(contents):
     values = {"accuracy": 0.99, "average_precision": 0.25, "auc": 0.9, "base_rate": 0.0125}
     intervals = {"average_precision": (0.125, 0.5)}
-    rare = TestMetrics(
-        "Average precision 0.250.", "average_precision", values, intervals, "<b>", 0.9
+    rare = SimpleNamespace(
+        headline=lambda: "Average precision 0.250.",
+        leading_metric="average_precision",
+        pooled=values,
+        pooled_intervals=intervals,
+        positive="<b>",
+        constant_accuracy=0.9,
     )
-    plain = replace(contents, metrics=rare, baselines={})
+    plain = replace(contents, evaluation=rare, baselines={})
     page = render(plain)
     first = re.search(r'<div class="card"><dt>(.*?)</dt><dd>(.*?)</dd>', page, flags=re.DOTALL)
     assert first[1] == "Average precision"
@@ -323,7 +329,7 @@ def test_a_rare_class_has_the_first_tile_and_the_verdict(contents):
 def test_accuracy_has_the_first_tile_otherwise(contents, page):
     first = re.search(r'<div class="card"><dt>(.*?)</dt><dd>(.*?)</dd>', page, flags=re.DOTALL)
     assert first[1] == "Mean accuracy"
-    assert f"a constant guess reaches {contents.metrics.constant_accuracy:.1%}" in first[2]
+    assert f"a constant guess reaches {contents.evaluation.constant_accuracy:.1%}" in first[2]
     assert f"<td>{np.nanmin(contents.clients.auc):.3f}</td>" in page
 
 

@@ -26,7 +26,6 @@ from fedgmm.report.contents import (
     Reliability,
     ReportContents,
     Series,
-    TestMetrics,
     WeightMap,
     evenly,
 )
@@ -108,7 +107,7 @@ def gather(
             for name, result in (baselines or {}).items()
         },
         differences={TITLES.get(name, name): one for name, one in (differences or {}).items()},
-        metrics=found.test_metrics(),
+        evaluation=found.evaluation,
         deciding=found.deciding_columns(columns),
         weights=weights,
         projection=found.projection(feature_names),
@@ -180,17 +179,6 @@ class _Gathering:
             rmse=score("rmse") if numbers else None,
             interval=filled(intervals[shown], 2) if shown in intervals else None,
         )
-
-    def test_metrics(self) -> TestMetrics | None:
-        """Return the metrics of all test rows together."""
-        if (evaluation := self.evaluation) is None:
-            return None
-        leading, positive, constant = evaluation.leading_metric, None, math.nan
-        if leading != "rmse":
-            positive = None if evaluation.positive is None else str(evaluation.positive)
-            constant = evaluation.constant_accuracy
-        found = evaluation.headline(), leading, evaluation.pooled, evaluation.pooled_intervals
-        return TestMetrics(*found, positive, constant)
 
     def deciding_columns(
         self, columns: Mapping[str, Sequence[int]] | None
