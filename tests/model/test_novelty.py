@@ -68,9 +68,12 @@ def test_rows_are_flagged_at_the_asked_rate():
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0, -0.1, np.nan])
-def test_a_rate_lies_between_zero_and_one(rate):
+def test_a_rate_lies_between_zero_and_one(rate, fitted):
+    data, model = fitted
     with pytest.raises(ValueError, match="false_alarm_rate"):
-        flag([1.0], [1.0], rate)
+        model.novelty(data.test.inputs[:1].numpy(), false_alarm_rate=rate)
+    with pytest.raises(ValueError, match="false_alarm_rate"):
+        model.false_alarm_rates(false_alarm_rate=rate)
 
 
 def test_a_rate_that_few_rows_cannot_reach_warns(recwarn):

@@ -279,16 +279,22 @@ class Evaluation:
 
     def record(self) -> dict[str, Any]:
         """Return all metrics as plain values, for JSON."""
-        rows, pairs = self.predicted, self.pooled_intervals.items()
-        intervals = {name: list(pair) for name, pair in pairs}
+        intervals = {name: list(pair) for name, pair in self.pooled_intervals.items()}
         return {
             "headline": self.headline(),
             "leading_metric": self.leading_metric,
+            **self._rule(),
+            "pooled": self._record(int(self.rows.sum()), self.pooled, intervals),
+            "clients": self.client_records(),
+        }
+
+    def _rule(self) -> dict[str, Any]:
+        """Return how predictions were made and checked, as plain values."""
+        rows = self.predicted
+        return {
             "positive": self.positive,
             "threshold": None if rows is None else rows.decision.threshold,
             "classes": None if rows is None else list(rows.classes),
-            "pooled": self._record(int(self.rows.sum()), self.pooled, intervals),
-            "clients": self.client_records(),
         }
 
     def client_records(self) -> dict[str, dict[str, Any]]:
@@ -395,19 +401,9 @@ class RegressionEvaluation(Evaluation):
             f"{percent(own['coverage'])} of the rows."
         )
 
-    def record(self) -> dict[str, Any]:
-        """Return all metrics as plain values, for JSON."""
-        return {
-            "headline": self.headline(),
-            "leading_metric": self.leading_metric,
-            "level": self.level,
-            "pooled": {
-                "rows": int(self.rows.sum()),
-                **self.together,
-                "intervals": {name: list(pair) for name, pair in self.pooled_intervals.items()},
-            },
-            "clients": self.client_records(),
-        }
+    def _rule(self) -> dict[str, Any]:
+        """Return the level of the intervals."""
+        return {"level": self.level}
 
     def __repr__(self) -> str:
         """Return one line with the main metrics."""

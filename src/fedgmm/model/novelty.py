@@ -159,18 +159,10 @@ def flag_novel_rows(
 ) -> NoveltyResult:
     """Flag the rows whose conformal p-value is at most ``false_alarm_rate``.
 
-    Rows without a client are compared with the held-out rows of all clients, others with those of their
-    client. Warns if there are too few held-out rows for any row without a client to be flagged.
-
-    Args:
-        calibration: scores of held-out rows, see ``CALIBRATIONS``.
-        score: kind of the scores.
-        scores: of the rows, ``(n,)``.
-        codes: the client of each row, ``(n,)``; ``NO_CLIENT`` for rows without one.
-        false_alarm_rate: share of ordinary rows that may be flagged.
-        names: names of the clients, for errors.
+    Rows with scores ``(n,)`` that belong to no client, with code ``NO_CLIENT``, are compared with the
+    held-out rows of all clients, others with those of their client. Warns if there are too few held-out
+    rows for any row without a client to be flagged. ``names`` of the clients are for errors.
     """
-    check_rate(false_alarm_rate)
     p_values = np.empty(len(scores))
     common = codes == NO_CLIENT
     if common.any() or not len(codes):
@@ -194,12 +186,6 @@ def flag_novel_rows(
             )
         p_values[codes == code] = own
     return NoveltyResult(scores, p_values, p_values <= false_alarm_rate, false_alarm_rate)
-
-
-def check_rate(false_alarm_rate: float) -> None:
-    """Raise if the rate is not between 0 and 1."""
-    if not 0.0 < false_alarm_rate < 1.0:
-        raise ValueError(f"false_alarm_rate must lie between 0 and 1, got {false_alarm_rate!r}.")
 
 
 def conformal_p_values(calibration: ArrayLike, scores: ArrayLike) -> FloatArray:
