@@ -393,7 +393,7 @@ def test_resamples_of_many_rows_are_drawn_in_parts(rng, monkeypatch):
     drawn = {}
     for most in (10**6, 7):
         monkeypatch.setattr(bootstrap, "_MOST_PLANNED", most)
-        resamples = [list(parts) for parts in bootstrap._draws(codes, 2000, 0)]
+        resamples = [list(parts) for parts in bootstrap._draws(codes, 2000)]
         weights = [np.concatenate([own for _, own in parts], axis=1) for parts in resamples]
         drawn[most] = np.concatenate(weights)
         assert drawn[most].shape == (2000, 60)
@@ -402,7 +402,7 @@ def test_resamples_of_many_rows_are_drawn_in_parts(rng, monkeypatch):
         assert drawn[most].mean(0) == pytest.approx(1.0, abs=0.12)
     first = [own[:, 5:25].sum(1) for own in drawn.values()]  # half of a client
     assert np.std(first, axis=1) == pytest.approx(np.sqrt(40 / 4), rel=0.08)
-    assert [len(list(parts)) for parts in bootstrap._draws(codes, 1, 0)] == [9]
+    assert [len(list(parts)) for parts in bootstrap._draws(codes, 1)] == [9]
 
 
 def test_metrics_of_many_numbers_are_computed_in_blocks(rng, monkeypatch):

@@ -607,7 +607,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         """Return ``-2 log L + parameters · penalty(rows)``; each client's own weights count."""
         rows = self._rows_to_score(X, chosen_clients(client, clients))
         scores = self._reduced(rows, lambda log_joint: log_joint.logsumexp(-1))
-        weight_sets = 1 if self.shared_weights else len(rows.codes.unique())
+        weight_sets = 1 if self.shared_weights else len(torch.unique(rows.codes))
         m, d = self.means_.shape
         parameters = covariance_parameters(self._kind, m, d) + m * d + weight_sets * (m - 1)
         return float(-2.0 * scores.sum() + parameters * penalty(len(scores)))
