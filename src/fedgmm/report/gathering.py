@@ -429,10 +429,8 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _as_text(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_as_text, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -446,12 +444,7 @@ def features_of(model: FederatedModel, rows: LabelledRows) -> NDArray[Any] | Non
 
 
 def reliability_of(confidence: FloatArray, right: NDArray[np.bool_]) -> Reliability:
-    """Compare confidence and accuracy in bins of equal width.
-
-    Args:
-        confidence: of each prediction, ``(N,)``.
-        right: whether it is right, ``(N,)``.
-    """
+    """Compare confidence and accuracy of predictions ``(N,)`` in bins of equal width."""
     bins = np.minimum((confidence * _CONFIDENCE_BINS).astype(np.int64), _CONFIDENCE_BINS - 1)
     filled, place, counts = np.unique(bins, return_inverse=True, return_counts=True)
     mean_confidence = np.bincount(place, weights=confidence) / counts
@@ -492,15 +485,9 @@ def project(
 ) -> Projection:
     """Project Gaussians and clients onto the plane in which the means differ most.
 
-    If the means span only a line or a point, directions of the largest variance complete the plane.
-
-    Args:
-        means: ``(M1, d)``, with at least two columns.
-        covariances: shaped by their type as in :class:`fedgmm.core.gaussians.Gaussians`.
-        covariance_type: one of its types.
-        shares: the federation's ``π(m1)``, ``(M1,)``.
-        client_shares: each client's ``π_c(m1)``, ``(C, M1)``.
-        feature_names: of the ``d`` columns, for the titles of the axes.
+    If the means ``(M1, d)`` span only a line or a point, directions of the largest variance complete the
+    plane. ``shares`` ``(M1,)`` are the federation's, and ``client_shares`` ``(C, M1)`` those of clients.
+    The ``feature_names`` of the ``d`` columns are for the titles of the axes.
     """
     shares = shares / shares.sum()
     centre = shares @ means

@@ -94,12 +94,7 @@ def _printable(value: Any) -> Any:
 
 @cache
 def templates(finalize: Callable[[Any], Any] = _printable, autoescape: bool = True) -> Environment:
-    """Return the templates with the filters and names they use.
-
-    Args:
-        finalize: makes a value safe for the page.
-        autoescape: whether pages are HTML.
-    """
+    """Return the templates; ``finalize`` makes a value safe, ``autoescape`` is for HTML."""
     from jinja2 import Environment, PackageLoader, StrictUndefined  # only reports need it
 
     environment = Environment(
