@@ -36,9 +36,13 @@ def fitted(rng):
     "estimator",
     [
         FederatedGaussianMixture(),
-        FederatedGaussianMixture(2, covariance_type="tied", shared_weights=True),
-        FederatedGaussianMixture(2, covariance_type="diag", aggregation="paper", n_init=2),
-        FederatedGaussianMixture(2, covariance_type="spherical", init_params="k-means++"),
+        FederatedGaussianMixture(2, covariance_type="tied", shared_weights=True, max_iter=10),
+        FederatedGaussianMixture(
+            2, covariance_type="diag", aggregation="paper", n_init=2, max_iter=5
+        ),
+        FederatedGaussianMixture(
+            2, covariance_type="spherical", init_params="k-means++", max_iter=10
+        ),
         FederatedGaussianMixture(covariance_type="identity", init_params="random"),
         FederatedGaussianMixture(dtype="float32", warm_start=True),
     ],

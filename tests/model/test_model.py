@@ -407,11 +407,11 @@ def test_a_method_without_gaussians_prints_itself(rng):
 @pytest.fixture(scope="module")
 def newcomer():
     """A federation of 20 clients, and one more from the same world that did not take part."""
-    truth = synthetic(21, 1000, dimensions=8, separation=1.5, seed=11)
+    truth = synthetic(21, 850, dimensions=8, separation=1.5, seed=11)
     known = truth.dataset.select(list(range(20)))
-    model = train(known, rounds=40)
+    model = train(known, rounds=15)
     new = truth.dataset.select([20])
-    return truth, model, new, train(truth.dataset, rounds=40)
+    return truth, model, new, train(truth.dataset, rounds=15)
 
 
 def test_a_new_client_is_as_well_off_as_if_it_had_taken_part(newcomer):
