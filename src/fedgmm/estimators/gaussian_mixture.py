@@ -377,7 +377,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
             if (weights < 0).any() or (weights > 1).any():
                 raise ValueError(
                     "The parameter 'weights' should be in the range [0, 1], but got max value "
-                    f"{weights.min():.5f}, min value {weights.max():.5f}; weights_init must be "
+                    f"{weights.max():.5f}, min value {weights.min():.5f}; weights_init must be "
                     "non-negative."
                 )
             if abs(weights.sum() - 1) > 1e-6:
