@@ -102,9 +102,9 @@ def test_any_number_of_threads_and_blocks(threads, kind, number):
     threads(number)
     X, start = problem(kind)
     model = FederatedGaussianMixture(
-        M, covariance_type=kind, shared_weights=True, max_iter=10, tol=0.0, **start
+        M, covariance_type=kind, shared_weights=True, max_iter=3, tol=0.0, **start
     ).fit(X, clients=ragged_ids(np.random.default_rng(0), ROWS, 17))
-    same_fit(model, pooled(kind, 10))
+    same_fit(model, pooled(kind, 3))
 
 
 @pytest.mark.parametrize("kind", KINDS)

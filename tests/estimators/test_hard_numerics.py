@@ -79,7 +79,7 @@ def test_finite_parameters_and_predictions(case, kind, shared_weights, reg_covar
             aggregation=aggregation,
             reg_covar=reg_covar,
             dtype=dtype,
-            max_iter=5,
+            max_iter=3,
             tol=0.0,
             random_state=0,
         ).fit(X, clients=ids)
