@@ -120,8 +120,11 @@ def test_the_page_without_test_rows(contents):
 
 
 def test_the_share_of_all_test_rows_stands_beside_the_mean_of_clients(contents):
-    table = replace(contents.clients, row_accuracy=0.12345)
-    assert "12.3% of all test rows" in Tags(render(replace(contents, clients=table))).words()
+    known = contents.evaluation
+    found = replace(known, rows=1 + 100 * (known.accuracy == known.accuracy.min()))
+    assert found.weighted_accuracy < found.mean_accuracy - 0.01
+    words = Tags(render(replace(contents, evaluation=found))).words()
+    assert f"{found.weighted_accuracy:.1%} of all test rows" in words
 
 
 def test_titles_of_the_map_s_axes_fit_the_chart(contents):
@@ -304,6 +307,7 @@ def test_a_rare_class_has_the_first_tile_and_the_verdict(contents):
     intervals = {"average_precision": (0.125, 0.5)}
     rare = SimpleNamespace(
         headline=lambda: "Average precision 0.250.",
+        weighted_accuracy=0.99,
         leading_metric="average_precision",
         pooled=values,
         pooled_intervals=intervals,

@@ -44,8 +44,6 @@ class ClientTable:
     share: FloatArray | None = None  # the weight of that pair, ``(C,)``
     # share of the test rows that are flagged as novel, ``(C,)``; ``None`` without flags
     novel_share: FloatArray | None = None
-    # share of all test rows that were predicted correctly; NaN without test rows
-    row_accuracy: float = math.nan
     # on test rows, ``(C,)``; ``None`` if it is not known, here and below
     auc: FloatArray | None = None
     average_precision: FloatArray | None = None  # ``(C,)``

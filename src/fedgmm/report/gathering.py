@@ -173,7 +173,6 @@ class _Gathering:
             score(shown),
             score("log_loss"),
             score("calibration_error"),
-            row_accuracy=math.nan if numbers or not evaluation else evaluation.weighted_accuracy,
             auc=None if numbers else score("auc"),
             average_precision=None if numbers else score("average_precision"),
             rmse=score("rmse") if numbers else None,
