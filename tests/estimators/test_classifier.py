@@ -57,7 +57,7 @@ def test_scikit_learn_is_satisfied():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         results = check_estimator(
-            FedGMMClassifier(rounds=10),
+            FedGMMClassifier(2, 2, rounds=3),
             on_fail=None,
             on_skip=None,
             expected_failed_checks=RANDOM_ORDER,
@@ -374,9 +374,9 @@ def test_options_reach_the_training_run(world):
 
 def test_sizes_are_chosen_by_held_out_rows(world):
     x, y, sites = world
-    model = FedGMMClassifier("auto", "auto", rounds=10, random_state=0, start="random")
+    model = FedGMMClassifier(1, "auto", rounds=10, random_state=0, start="random")
     model.fit(x, y, clients=sites)
-    assert model.n_components == "auto"
+    assert model.n_learners == "auto"
     assert model.model_.options["learners"] > 1
     assert model.score(x, y, clients=sites) > 0.9
 

@@ -47,14 +47,14 @@ def compare(X, ids, start, kind, rounds, rtol=1e-8, **options):
 @pytest.mark.parametrize("aggregation", ["exact", "paper"])
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_stacked_equals_looped(rng, kind, aggregation, shared_weights):
-    X, _ = blobs(rng, rows=180)
-    ids = ragged_ids(rng, 180, 9)
+    X, _ = blobs(rng, rows=90)
+    ids = ragged_ids(rng, 90, 6)
     compare(
         X,
         ids,
         random_start(rng, X, "full" if kind == "identity" else kind, M),
         kind,
-        rounds=6,
+        rounds=4,
         aggregation=aggregation,
         shared_weights=shared_weights,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -25,9 +27,10 @@ NAMES = ["bergen", "bodø", "oslo"]
 M = 3
 
 
-@pytest.fixture(params=ALL_KINDS)
-def fitted(request, rng):
+@pytest.fixture(scope="module", params=ALL_KINDS)
+def trained(request):
     """A model of three very different clients, new rows, and their ids."""
+    rng = np.random.default_rng(0)
     X, labels = blobs(rng, rows=240, separation=3.0)
     own = np.where(rng.uniform(size=240) < 0.7, labels, rng.integers(3, size=240))
     model = FederatedGaussianMixture(
@@ -36,6 +39,12 @@ def fitted(request, rng):
     assert np.ptp(model.client_weights_, axis=0).max() > 0.3
     new = blobs(rng, rows=50, separation=3.0)[0]
     return model, new, np.array(NAMES)[rng.integers(3, size=50)]
+
+
+@pytest.fixture
+def fitted(trained):
+    """A copy that a test may change."""
+    return deepcopy(trained)
 
 
 def expected_joint(model, X, weights):

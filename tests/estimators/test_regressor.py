@@ -58,7 +58,7 @@ def test_a_client_column_survives_cross_validation(world):
 
 
 def test_scikit_learns_own_checks():
-    model = clone(FedGMMRegressor(1, 1, rounds=5, random_state=0))
+    model = clone(FedGMMRegressor(1, 1, rounds=2, random_state=0))
     results = check_estimator(model, on_fail=None, on_skip=None)
     failed = [r["check_name"] for r in results if r["status"] == "failed"]
     assert not failed

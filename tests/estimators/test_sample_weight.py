@@ -88,6 +88,7 @@ def test_weights_of_one_change_nothing(world):
 def test_label_frequencies_count_weights(world):
     x, y, sites, w = world
     options = {"components": 1, "learners": 1, "rounds": 3, "dtype": "float64"}
+    options["personal_labels"] = False
     split = {"split": (1.0, 0.0, 0.0)}
     data = FederatedDataset.from_arrays(x, y, sites, sample_weight=w, **split)
     model = train(data, **options)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -15,9 +18,17 @@ def data():
     return tiny(6, 60, columns=2, separation=2.0)
 
 
+@pytest.fixture(scope="module")
+def trained(data):
+    model = train(data, rounds=3, components=3, learners=2)
+    model.calibrate()
+    return model
+
+
 @pytest.fixture
-def model(data):
-    return train(data, rounds=3, components=3, learners=2)
+def model(trained):
+    """A copy that a test may change."""
+    return replace(trained, prediction=deepcopy(trained.prediction))
 
 
 @pytest.fixture
@@ -59,9 +70,7 @@ def rows_of_split(data, split="test"):
 )
 @pytest.mark.parametrize("block", [7, 4096])
 def test_each_row_is_evaluated_once(model, data, evaluated, monkeypatch, call, block):
-    model.calibrate()
     monkeypatch.setattr(predictions, "_ROWS_AT_ONCE", block)
-    evaluated.clear()
     x, y, codes = rows_of_split(data)
     call(model, x, y, codes)
     assert sum(evaluated) == len(x)

@@ -186,7 +186,7 @@ def moved(rng, clients=20, rows=200, by=1.0):
 
 @pytest.mark.parametrize("algorithm", ["fedgmm", "fedem", "fedavg"])
 def test_inputs_that_differ_are_not_taken_for_labels_that_differ(rng, algorithm):
-    options = {"rounds": 30, "components": 2, "learners": 2, "tol": None}
+    options = {"rounds": 12, "components": 2, "learners": 2, "tol": None}
     plain, own = (
         train(moved(np.random.default_rng(5)), algorithm, personal_labels=value, **options)
         for value in (False, True)
@@ -194,7 +194,7 @@ def test_inputs_that_differ_are_not_taken_for_labels_that_differ(rng, algorithm)
     assert own.evaluate("test").mean_log_loss < plain.evaluate("test").mean_log_loss + 0.01
     if own.prediction.labels.guess_rows:  # newcomers, who lie elsewhere again
         gains = []
-        for client in range(20):
+        for client in range(12):
             new = moved(rng, clients=1)
             x, y = new.train.inputs.numpy(), new.train.labels.numpy()
             for model in (plain, own):

@@ -406,12 +406,12 @@ def test_a_method_without_gaussians_prints_itself(rng):
 
 @pytest.fixture(scope="module")
 def newcomer():
-    """A federation of 20 clients, and one more from the same world that did not take part."""
-    truth = synthetic(21, 1000, dimensions=8, separation=1.5, seed=11)
-    known = truth.dataset.select(list(range(20)))
-    model = train(known, rounds=40)
-    new = truth.dataset.select([20])
-    return truth, model, new, train(truth.dataset, rounds=40)
+    """A federation of 12 clients, and one more from the same world that did not take part."""
+    truth = synthetic(13, 850, dimensions=8, separation=1.5, seed=11)
+    known = truth.dataset.select(list(range(12)))
+    model = train(known, rounds=15)
+    new = truth.dataset.select([12])
+    return truth, model, new, train(truth.dataset, rounds=15)
 
 
 def test_a_new_client_is_as_well_off_as_if_it_had_taken_part(newcomer):
@@ -420,13 +420,13 @@ def test_a_new_client_is_as_well_off_as_if_it_had_taken_part(newcomer):
     result = model.adapt("new", x, y)
     rows, labels = new.test.inputs.numpy(), new.test.labels.numpy()
     adapted = (model.predict(rows, "new") == labels).mean()
-    member = (taken_part.predict(rows, 20) == labels).mean()
+    member = (taken_part.predict(rows, 12) == labels).mean()
     assert adapted >= member - 0.01
     assert (np.diff(result.log_likelihoods) >= -1e-9).all()
     np.testing.assert_allclose(result.weights.sum(), 1.0)
     np.testing.assert_allclose(model.client_weights[-1], result.weights)
     # the truth: weights of the client on the Gaussians, in any order
-    expected = np.sort(truth.client_weights[20])
+    expected = np.sort(truth.client_weights[12])
     np.testing.assert_allclose(np.sort(result.weights.sum(1)), expected, atol=0.06)
 
 
@@ -449,7 +449,7 @@ def test_labels_are_not_needed(newcomer):
     silent = (model.predict(rows, "silent") == labels).mean()
     common = (model.predict(rows) == labels).mean()
     assert silent >= common
-    expected = np.sort(truth.client_weights[20])
+    expected = np.sort(truth.client_weights[12])
     np.testing.assert_allclose(np.sort(result.weights.sum(1)), expected, atol=0.06)
     # within a Gaussian the learners keep the shares that they have in the federation
     shares = result.weights / result.weights.sum(1, keepdims=True)
@@ -461,7 +461,7 @@ def test_labels_are_not_needed(newcomer):
 def test_a_new_client_does_not_change_the_others(newcomer):
     _, model, new, _ = newcomer
     x, y = new.train.inputs.numpy()[:100], new.train.labels.numpy()[:100]
-    ids = np.arange(len(x)) % 20
+    ids = np.arange(len(x)) % 12
     before, global_before = model.predict_proba(x, ids), model.predict_proba(x)
     density = model.score_samples(x, ids)
     model.adapt("one more", x, y)

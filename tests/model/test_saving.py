@@ -72,7 +72,7 @@ def test_every_kind_of_covariance_comes_back(rng, tmp_path, kind):
 @pytest.mark.parametrize("learner", ["mlp", "cnn"])
 def test_other_networks_come_back(rng, tmp_path, learner):
     data = images(rng)
-    model = train(data, rounds=1, components=2, learners=2, learner=learner)
+    model = train(data, rounds=1, components=2, learners=2, learner=learner, personal_labels=False)
     x = data.test.inputs.numpy()
     assert_same_predictions(load(model.save(tmp_path)), model, x, [data.names[0], None])
 

@@ -73,7 +73,7 @@ class Window:
     """A browser, with the actions that the tests need."""
 
     def __init__(self, driver):
-        self.driver = driver
+        self.driver, self.unchanged = driver, None
 
     def run(self, script, *arguments):
         return self.driver.execute_script(script, *arguments)
@@ -84,7 +84,14 @@ class Window:
         self.driver.get(path.as_uri())
         self.until("return document.documentElement.dataset.drawn === 'yes'")
 
+    def open_again(self, path, scheme="light"):
+        """Load a page unless it is there and no test has changed it."""
+        if self.unchanged != (path, scheme):
+            self.open(path, scheme=scheme)
+            self.unchanged = path, scheme
+
     def emulate(self, width, scheme):
+        self.unchanged = None
         command = self.driver.execute_cdp_cmd
         feature = {"name": "prefers-color-scheme", "value": scheme}
         command("Emulation.setEmulatedMedia", {"features": [feature]})
@@ -173,8 +180,25 @@ def page(contents, tmp_path_factory):
 
 @pytest.fixture
 def window(browser, page):
-    browser.open(page)
+    """The page, for tests that only look at it."""
+    browser.open_again(page)
     return browser
+
+
+@pytest.fixture(scope="module", params=["light", "dark"])
+def scheme(request):
+    return request.param
+
+
+@pytest.fixture
+def table(window):
+    """The table of clients, with all rows and no order."""
+    window.run(
+        "document.querySelectorAll('#table th').forEach(one => one.setAttribute('aria-sort', 'none'));"
+        "const filter = document.getElementById('filter'); filter.value = '';"
+        "filter.dispatchEvent(new Event('input'))"
+    )
+    return window
 
 
 # ---------------------------------------------------------------------- drawing
@@ -199,18 +223,6 @@ def test_no_chart_offers_to_send_the_data_away(window):
     assert titles
     assert all("PNG" in title.upper() or "Reset" in title for title in titles), set(titles)
     assert window.run("return document.querySelectorAll('a:not([href^=\"#\"])[href]').length") == 0
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_pictures_are_not_empty(browser, page, scheme):
-    browser.open(page, scheme=scheme)
-    pictures = browser.pictures([f"#chart-{chart}" for chart in MARKS])
-    for chart, pixels in zip(MARKS, pictures, strict=True):
-        colours = np.unique(pixels.reshape(-1, 3) @ [1 << 16, 1 << 8, 1])  # a number each
-        background = (pixels == pixels[0, 0]).all(-1).mean()
-        assert len(colours) > 30, chart
-        assert background < 0.995, chart
-        assert (pixels[0, 0].mean() > 128) == (scheme == "light")
 
 
 # ---------------------------------------------------------------------- hovering
@@ -247,65 +259,66 @@ def test_hovering_over_a_client_shows_its_accuracy(window, contents):
 # ---------------------------------------------------------------------- the table
 
 
-def test_sorting_text_both_ways(window):
+def test_sorting_text_both_ways(table):
     rising = [f"client {k}" for k in (1, 2, 4, 5, 10, 33)]  # as people count
-    assert window.sort_by(0) == "ascending"
-    assert window.column(0) == rising
-    assert window.sort_by(0) == "descending"
-    assert window.column(0) == rising[::-1]
+    assert table.sort_by(0) == "ascending"
+    assert table.column(0) == rising
+    assert table.sort_by(0) == "descending"
+    assert table.column(0) == rising[::-1]
 
 
-def test_sorting_numbers_both_ways(window):
+def test_sorting_numbers_both_ways(table):
     for number in (3, 4, 9, 10):
-        start = numbers_of(window, number)
-        assert window.sort_by(number) == "ascending"
-        assert numbers_of(window, number) == sorted(start)
-        assert window.sort_by(number) == "descending"
-        assert numbers_of(window, number) == sorted(start)[::-1]
+        start = numbers_of(table, number)
+        assert table.sort_by(number) == "ascending"
+        assert numbers_of(table, number) == sorted(start)
+        assert table.sort_by(number) == "descending"
+        assert numbers_of(table, number) == sorted(start)[::-1]
     marked = "return document.querySelectorAll('#table th:not([aria-sort=none])[aria-sort]').length"
-    assert window.run(marked) == 1
+    assert table.run(marked) == 1
 
 
-def numbers_of(window, column):
-    return [float(cell.rstrip("%")) for cell in window.column(column)]
+def numbers_of(table, column):
+    return [float(cell.rstrip("%")) for cell in table.column(column)]
 
 
-def test_numbers_are_not_sorted_as_text(window):
+def test_sorting_by_keyboard(table):
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    table.driver.find_element(By.CSS_SELECTOR, "#table thead button").send_keys(Keys.ENTER)
+    assert table.column(0)[0] == "client 1"
+
+
+def test_filtering(table):
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    box = table.driver.find_element(By.ID, "filter")
+    box.send_keys("CLIENT 3")
+    assert table.column(0) == ["client 33"]
+    count = "return document.getElementById('count').textContent"
+    assert table.run(count) == "1 of 6 clients"
+    table.sort_by(0)
+    assert table.column(0) == ["client 33"]  # sorting keeps the filter
+    box.send_keys(Keys.CONTROL, "a", Keys.NULL, "no such client")
+    assert table.column(0) == []
+    box.send_keys(Keys.CONTROL, "a", Keys.NULL, Keys.DELETE)
+    assert table.run(count) == "6 clients"
+    assert len(table.column(0)) == 6
+
+
+def test_numbers_are_not_sorted_as_text(table):
     """Nine is less than a thousand, and unknown values come last."""
-    window.run(
+    table.unchanged = None
+    table.run(
         "[...document.querySelectorAll('#table tbody tr')].forEach((row, k) => "
         "{ row.cells[1].textContent = ['1,000', '9', '–', '20', '3', '100'][k]; })"
     )
-    window.sort_by(1)
-    assert window.column(1) == ["3", "9", "20", "100", "1,000", "–"]
-    window.sort_by(1)
-    assert window.column(1) == ["1,000", "100", "20", "9", "3", "–"]
-
-
-def test_sorting_by_keyboard(window):
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.common.keys import Keys
-
-    window.driver.find_element(By.CSS_SELECTOR, "#table thead button").send_keys(Keys.ENTER)
-    assert window.column(0)[0] == "client 1"
-
-
-def test_filtering(window):
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.common.keys import Keys
-
-    box = window.driver.find_element(By.ID, "filter")
-    box.send_keys("CLIENT 3")
-    assert window.column(0) == ["client 33"]
-    count = "return document.getElementById('count').textContent"
-    assert window.run(count) == "1 of 6 clients"
-    window.sort_by(0)
-    assert window.column(0) == ["client 33"]  # sorting keeps the filter
-    box.send_keys(Keys.CONTROL, "a", Keys.NULL, "no such client")
-    assert window.column(0) == []
-    box.send_keys(Keys.CONTROL, "a", Keys.NULL, Keys.DELETE)
-    assert window.run(count) == "6 clients"
-    assert len(window.column(0)) == 6
+    table.sort_by(1)
+    assert table.column(1) == ["3", "9", "20", "100", "1,000", "–"]
+    table.sort_by(1)
+    assert table.column(1) == ["1,000", "100", "20", "9", "3", "–"]
 
 
 # ---------------------------------------------------------------------- light, dark, narrow
@@ -323,9 +336,20 @@ def brightness(colour):
     return np.mean([int(part) for part in colour.strip("rgba()").split(",")[:3]])
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pictures_are_not_empty(browser, page, scheme):
+    browser.open_again(page, scheme)
+    pictures = browser.pictures([f"#chart-{chart}" for chart in MARKS])
+    for chart, pixels in zip(MARKS, pictures, strict=True):
+        colours = np.unique(pixels.reshape(-1, 3) @ [1 << 16, 1 << 8, 1])  # a number each
+        background = (pixels == pixels[0, 0]).all(-1).mean()
+        assert len(colours) > 30, chart
+        assert background < 0.995, chart
+        assert (pixels[0, 0].mean() > 128) == (scheme == "light")
+
+
 def test_the_page_follows_the_readers_choice(browser, page, scheme):
-    browser.open(page, scheme=scheme)
+    browser.open_again(page, scheme)
+    browser.unchanged = None
     before = colours_of(browser)[1]
     ground, ink = map(brightness, colours_of(browser))
     assert (ground > 200 and ink < 80) if scheme == "light" else (ground < 60 and ink > 180)
@@ -340,27 +364,27 @@ def test_the_page_follows_the_readers_choice(browser, page, scheme):
     assert (ground < 60 and ink > 180) if scheme == "light" else (ground > 200 and ink < 80)
 
 
-def test_a_change_of_the_systems_scheme_reaches_the_charts(browser, page):
-    browser.open(page, scheme="light")
-    browser.emulate(1200, "dark")
-    browser.until("return document.getElementById('theme').textContent === 'Light'")
+def test_a_change_of_the_systems_scheme_reaches_the_charts(window):
+    window.emulate(1200, "dark")
+    window.until("return document.getElementById('theme').textContent === 'Light'")
     time.sleep(0.3)
-    ground, ink = map(brightness, colours_of(browser))
+    ground, ink = map(brightness, colours_of(window))
     assert ground < 60
     assert ink > 180
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_all_without_moving_sideways(browser, page, scheme):
-    browser.open(page, width=390, scheme=scheme)
-    wide = browser.run("return document.documentElement.scrollWidth")
-    assert wide <= 390
-    too_wide = browser.run(
-        "return [...document.querySelectorAll('.chart, .panel, .card, h1')]"
-        ".filter(one => one.getBoundingClientRect().right > 390.5)"
-        ".map(one => one.id || one.className)"
-    )
-    assert too_wide == []
+def test_a_phone_shows_all_without_moving_sideways(browser, page):
+    browser.open(page, width=390)
+    for scheme in ("light", "dark"):
+        browser.emulate(390, scheme)
+        wide = browser.run("return document.documentElement.scrollWidth")
+        assert wide <= 390
+        too_wide = browser.run(
+            "return [...document.querySelectorAll('.chart, .panel, .card, h1')]"
+            ".filter(one => one.getBoundingClientRect().right > 390.5)"
+            ".map(one => one.id || one.className)"
+        )
+        assert too_wide == []
     # the table is wider than the screen, and moves inside its own box
     assert browser.run(
         "const box = document.querySelector('.tall'); return box.scrollWidth > box.clientWidth"
@@ -405,10 +429,12 @@ def test_the_page_can_be_read_aloud(window):
     assert unnamed == []
 
 
-def test_the_first_tab_skips_to_the_results(window):
+def test_the_first_tab_skips_to_the_results(browser, page):
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
 
+    window = browser
+    window.open(page)
     ActionChains(window.driver).send_keys(Keys.TAB).perform()
     place = window.run(
         "const box = document.activeElement.getBoundingClientRect();"
@@ -503,11 +529,10 @@ def watched(tmp_path):
         server.shutdown()
 
 
-@pytest.mark.parametrize("width", [390, 1200])
-def test_the_live_page_follows_a_run(browser, watched, width):
+def test_the_live_page_follows_a_run(browser, watched):
     text = "return document.getElementById(arguments[0]).textContent"
     status = "return document.documentElement.dataset.status === arguments[0]"
-    browser.emulate(width, "light")
+    browser.emulate(1200, "light")
     browser.driver.get(watched.address)
     browser.until(status, "waiting")
     folder = RunFolder(watched.home)
@@ -547,7 +572,10 @@ def test_the_live_page_follows_a_run(browser, watched, width):
         )
         assert level == ("always" in caption) == (key in ("answered", "bytes")), key
     assert hostile in browser.run(text, "clients")
-    assert browser.run("return document.documentElement.scrollWidth") <= width
+    for width in (1200, 390):
+        browser.emulate(width, "light")
+        browser.until("return innerWidth === arguments[0]", width)
+        assert browser.run("return document.documentElement.scrollWidth") <= width
     write_json(folder.metrics, {"headline": "Accuracy 80.0 %.", "rounds": 3})
     browser.until(status, "finished")
     assert "Accuracy 80.0 %." in browser.run(text, "status")

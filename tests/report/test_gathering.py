@@ -49,7 +49,7 @@ def test_the_table_holds_the_models_own_figures(contents, model, dataset):
     assert table.rows.sum() == sum(map(len, splits))
     assert table.train_rows.sum() == len(dataset.train)
     assert contents.mean_accuracy == pytest.approx(result.mean_accuracy)
-    assert contents.clients.row_accuracy == pytest.approx(result.weighted_accuracy)
+    assert contents.evaluation.weighted_accuracy == pytest.approx(result.weighted_accuracy)
     assert table.accuracy[contents.worst_client] == result.accuracy.min()
 
 

@@ -73,15 +73,8 @@ class TakesClients:
     ) -> tuple[Any, ArrayLike | None]:
         """Return checked rows without the client column, and the ids of their clients.
 
-        Args:
-            X: rows, with the client column if there is one.
-            clients: ids that are given beside ``X``.
-            reset: record the columns of ``X``; otherwise they must equal those of the fit.
-            y: labels; if they are given, the first result is a pair of rows and labels.
-            **checks: arguments of scikit-learn's ``check_array``.
-
-        Raises:
-            ValueError: ids in a column and beside ``X``, or a column that ``X`` does not have.
+        ``reset`` records the columns of ``X``; otherwise they must equal those of the fit. With labels
+        ``y`` the first result is a pair of rows and labels. ``checks`` are arguments of ``check_array``.
         """
         column = self.client_column
         if column is None:
@@ -125,15 +118,7 @@ class TakesClients:
 
 
 def split_column(X: Any, column: str | int) -> tuple[Any, NDArray[Any]]:
-    """Return ``X`` without one of its columns, and that column, ``(n,)``.
-
-    Args:
-        X: a data frame or an array, ``(n, d)``.
-        column: a name of a data frame's column, or an index, negative from the end.
-
-    Raises:
-        ValueError: no such column.
-    """
+    """Return a data frame or an array ``X`` without a column, and that column, ``(n,)``."""
     if hasattr(X, "toarray"):
         raise TypeError("X: sparse input is not supported; call .toarray().")
     if not hasattr(X, "shape"):
@@ -192,13 +177,7 @@ def _has_density(estimator: Any) -> bool:
 
 
 class TrainedEstimator(TakesClients, BaseEstimator):  # type: ignore[misc]
-    """The part of a classifier or regressor that trains a model, and predicts with it.
-
-    Attributes:
-        model_: the trained model.
-        history_: one dictionary per round.
-        n_iter_: number of rounds.
-    """
+    """The part of a classifier or regressor that trains a model, and predicts with it."""
 
     model_: FederatedModel
     _progress: bytes  # of a warm start
@@ -266,7 +245,7 @@ class TrainedEstimator(TakesClients, BaseEstimator):  # type: ignore[misc]
         return self
 
     def _train(self, dataset: FederatedDataset, *, resume: bool) -> FederatedModel:
-        """Train, from the progress of the last fit if there is one to ``resume``."""
+        """Train, from the progress of the last fit if asked to ``resume``."""
         renamed = {"components": "n_components", "learners": "n_learners", "seed": "_seed"}
         options = {
             field.name: getattr(self, renamed.get(field.name, field.name))
@@ -376,12 +355,7 @@ class TrainedEstimator(TakesClients, BaseEstimator):  # type: ignore[misc]
 
 
 def keep_parameters(estimator: object, given: Mapping[str, Any]) -> None:
-    """Store the arguments of a constructor under their names, where scikit-learn looks for them.
-
-    Args:
-        estimator: the object that is made.
-        given: ``locals()`` of its constructor.
-    """
+    """Store ``locals()`` of a constructor under their names, where scikit-learn looks for them."""
     vars(estimator).update({name: value for name, value in given.items() if name != "self"})
 
 

@@ -58,7 +58,6 @@ from fedgmm.estimators.base import (
     chosen_clients,
     column_index,
     keep_parameters,
-    split_column,
     thread_count,
 )
 from fedgmm.methods.base import DENSITY, RoundInfo
@@ -378,7 +377,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
             if (weights < 0).any() or (weights > 1).any():
                 raise ValueError(
                     "The parameter 'weights' should be in the range [0, 1], but got max value "
-                    f"{weights.min():.5f}, min value {weights.max():.5f}; weights_init must be "
+                    f"{weights.max():.5f}, min value {weights.min():.5f}; weights_init must be "
                     "non-negative."
                 )
             if abs(weights.sum() - 1) > 1e-6:
@@ -577,8 +576,11 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
     def _evaluate(
         self, X: Rows, client: Id, clients: Ids, reduce: Callable[[Tensor], Tensor]
     ) -> NDArray[Any]:
+        """Return :meth:`_reduced` of rows and their clients."""
+        return self._reduced(self._rows_to_score(X, chosen_clients(client, clients)), reduce)
+
+    def _reduced(self, rows: ClientRows, reduce: Callable[[Tensor], Tensor]) -> NDArray[Any]:
         """Return ``reduce`` of ``log π_c(m) + log N(x; μ_m, Σ_m)``, ``(n_rows, ...)``."""
-        rows = self._rows_to_score(X, chosen_clients(client, clients))
         shared, dtype = self._gaussians(rows.device), resolve_dtype(self.dtype)
         log_pi = torch.log(torch.from_numpy(self._weights_table()).to(rows.device))
         found: dict[int, NDArray[Any]] = {}
@@ -603,16 +605,9 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         self, X: Rows, client: Id, clients: Ids, penalty: Callable[[int], float]
     ) -> float:
         """Return ``-2 log L + parameters · penalty(rows)``; each client's own weights count."""
-        pairs = as_pairs(X)
-        scores = self.score_samples(pairs or X, client=client, clients=clients)
-        weight_sets = 1
-        if not self.shared_weights:
-            if pairs is not None:
-                weight_sets = len(pairs)
-            elif self.client_column is not None:
-                clients = split_column(X, self.client_column)[1]
-            if clients is not None:
-                weight_sets = len(np.unique(self._codes(clients, len(scores))))
+        rows = self._rows_to_score(X, chosen_clients(client, clients))
+        scores = self._reduced(rows, lambda log_joint: log_joint.logsumexp(-1))
+        weight_sets = 1 if self.shared_weights else len(torch.unique(rows.codes))
         m, d = self.means_.shape
         parameters = covariance_parameters(self._kind, m, d) + m * d + weight_sets * (m - 1)
         return float(-2.0 * scores.sum() + parameters * penalty(len(scores)))

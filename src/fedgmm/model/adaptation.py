@@ -93,11 +93,6 @@ class NewClient:
     labelled: bool = False  # whether the counts come from given labels and not from guesses
 
 
-def can_guess_labels(prediction: Prediction) -> bool:
-    """Return whether the label frequencies of a client without labels may be guessed."""
-    return prediction.labels is not None and prediction.labels.guess_rows > 0
-
-
 def with_prior(prediction: Prediction, rows: Tensor) -> Prediction:
     """Return a mixture with the prior of new clients, from the spread of its clients with ``N_c`` rows."""
     weights = prediction.client_weights
@@ -110,8 +105,8 @@ def with_prior(prediction: Prediction, rows: Tensor) -> Prediction:
 def learn_client(rows: EvaluatedRows, labels: Tensor | None, max_rounds: int) -> NewClient:
     """Learn the weights of a client of a mixture from its rows, and from labels ``(n,)`` if it has any."""
     model, prediction = rows.model, rows.model.prediction
-    log_y = None
-    if labels is not None or can_guess_labels(prediction):
+    log_y, known = None, prediction.labels
+    if labels is not None or (known is not None and known.guess_rows > 0):  # or may be guessed
         log_y = log_learners(prediction, rows.x)
     if labels is None:
         if rows.log_x is None and log_y is None:
@@ -337,9 +332,9 @@ def _taken(values: Tensor, which: slice | Tensor) -> Tensor:
 def estimate_label_frequencies(
     prediction: Prediction,
     rows: ClientLabels,
-    held_out: ClientLabels | None = None,
+    held_out: ClientLabels | None,
     *,
-    if_better: bool = False,
+    if_better: bool,
 ) -> LabelFrequencies | None:
     """Estimate ``P_c(y|m)`` of clients, see :mod:`fedgmm.core.labels`.
 
@@ -366,12 +361,10 @@ def estimate_label_frequencies(
 
     judges = held_out or rows
     uncorrected = label_frequencies(counts, expected, PRIORS[0])
-    sums_of_clients = (counts, expected)
-    own = gains = _prior_gains(
-        prediction, uncorrected, sums_of_clients, judges, leave_out=held_out is None
-    )
+    arguments = prediction, uncorrected, (counts, expected)
+    own = gains = _prior_gains(*arguments, judges, leave_out=held_out is None)
     if if_better and held_out is not None:
-        gains = own + _prior_gains(prediction, uncorrected, sums_of_clients, rows, leave_out=True)
+        gains = own + _prior_gains(*arguments, rows, leave_out=True)
     rows_seen, sums, squares = gains
     mean = sums / rows_seen
     scatter = (squares - sums * mean).clamp_min(0.0)

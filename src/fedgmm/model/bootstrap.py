@@ -257,7 +257,7 @@ def _mean_of_defined(values: tuple[FloatArray, ...]) -> FloatArray:
 # ---------------------------------------------------------------------- bootstrap
 
 
-def bootstrap(rows: ScoredRows, seed: int = 0) -> tuple[Values, Values]:
+def bootstrap(rows: ScoredRows) -> tuple[Values, Values]:
     """Return 95 % percentile intervals of each client ``(C, 2)`` and of all rows ``(1, 2)``.
 
     Each resample draws as many rows of each client as the client has, with replacement. Resamples where a
@@ -265,7 +265,7 @@ def bootstrap(rows: ScoredRows, seed: int = 0) -> tuple[Values, Values]:
     because every row is right or every row is wrong, shares of rows have the exact binomial bound, and
     other metrics have no interval (NaN).
     """
-    own, pooled = resample(rows, seed)
+    own, pooled = resample(rows)
     counts = _sums(rows, _each_once(rows))["rows"][0]
     counted, every = {"accuracy": counts.sum(-1)}, counts.sum(0)
     together = {"accuracy": np.array([every.sum()])}
@@ -311,13 +311,10 @@ def _middle(drawn: FloatArray) -> FloatArray:
     return np.asarray((lower + (place - first) * (upper - lower)).T, dtype=np.float64)
 
 
-def resample(
-    rows: ScoredRows, seed: int = 0, *, ranks: bool | None = None
-) -> tuple[Values, Values]:
+def resample(rows: ScoredRows, *, ranks: bool | None = None) -> tuple[Values, Values]:
     """Return the metrics of each client ``(B, C)`` and of all rows ``(B, 1)`` under ``B`` resamples.
 
-    Predictions of other methods for the same rows are resampled alike, so differences are paired. Metrics
-    that need ``ranks`` are left out by default if there are many rows.
+    Metrics that need ``ranks`` are left out by default if there are many rows.
     """
     n, widths = len(rows), max(len(rows.ranked), 1)
     large = n > _MOST_PLANNED
@@ -330,34 +327,29 @@ def resample(
     kind = np.float64 if large else np.float32
     drawn = (
         ((place, weights.astype(kind)) for place, weights in parts)
-        for parts in _draws(rows.codes, resamples, seed)
+        for parts in _draws(rows.codes, resamples)
     )
     own, pooled = zip(*(_metrics(rows, rankings, parts) for parts in drawn), strict=True)
     return _joined(own), _joined(pooled)
 
 
-def resample_r2(codes: IntArray, y: FloatArray, errors: FloatArray, seed: int = 0) -> FloatArray:
+def resample_r2(codes: IntArray, y: FloatArray, errors: FloatArray) -> FloatArray:
     """Return ``R²`` of all rows under resamples of the rows of each client, ``(B,)``.
 
-    Args:
-        codes: client of each row, sorted, ``(n,)``.
-        y: the numbers, ``(n,)``.
-        errors: squared errors of their predictions, ``(n,)``.
-        seed: of the resamples; predictions of other methods for the same rows are resampled alike.
+    Rows are sorted by client. ``y`` are the numbers, and ``errors`` squared errors of their predictions,
+    ``(n,)`` each.
     """
-    sums = [own.sum(1, keepdims=True) for own in _sums_of_numbers(codes, y, errors, seed)]
+    sums = [own.sum(1, keepdims=True) for own in _sums_of_numbers(codes, y, errors)]
     return np.asarray(_of_numbers(np.concatenate(sums))["r2"][:, 0])
 
 
-def bootstrap_numbers(
-    codes: IntArray, y: FloatArray, errors: FloatArray, seed: int = 0
-) -> tuple[Values, Values]:
+def bootstrap_numbers(codes: IntArray, y: FloatArray, errors: FloatArray) -> tuple[Values, Values]:
     """Return 95 % intervals of RMSE and R² of each client ``(C, 2)`` and of all rows ``(1, 2)``.
 
     The arguments are those of :func:`resample_r2`. A client with one row has no interval (NaN).
     """
     own, pooled = [], []
-    for sums in _sums_of_numbers(codes, y, errors, seed):
+    for sums in _sums_of_numbers(codes, y, errors):
         own.append(_of_numbers(sums))
         pooled.append(_of_numbers(sums.sum(1, keepdims=True)))
     several = (counts_of(codes, int(codes[-1]) + 1) > 1, np.array([len(y) > 1]))
@@ -368,13 +360,11 @@ def bootstrap_numbers(
     return intervals[0], intervals[1]
 
 
-def _sums_of_numbers(
-    codes: IntArray, y: FloatArray, errors: FloatArray, seed: int
-) -> Iterator[FloatArray]:
+def _sums_of_numbers(codes: IntArray, y: FloatArray, errors: FloatArray) -> Iterator[FloatArray]:
     """Yield ``Σ (1, y, y², error)`` of each client in blocks of resamples, ``(b, C, 4)``."""
     resamples = min(RESAMPLES, max(_FEWEST_RESAMPLES, _MOST_WORK // len(y)))
     centre = sum(y[place].sum() for place in row_blocks(len(y), _MOST_PLANNED)) / len(y)
-    for parts in _draws(codes, resamples, seed):
+    for parts in _draws(codes, resamples):
         total = np.zeros(())
         for place, weights in parts:
             own, starts = y[place] - centre, _starts(codes[place])
@@ -394,9 +384,12 @@ def _of_numbers(sums: FloatArray) -> Values:
     return {"rmse": np.sqrt(error / count), "r2": 1.0 - _ratio(error, spread)}
 
 
-def _draws(codes: IntArray, resamples: int, seed: int) -> Iterator[Parts]:
-    """Yield blocks of resamples: how often each row was drawn among those of its client."""
-    n, rng = len(codes), np.random.default_rng(seed)
+def _draws(codes: IntArray, resamples: int) -> Iterator[Parts]:
+    """Yield blocks of resamples: how often each row was drawn among those of its client.
+
+    The seed is fixed, so rows that several methods predict are resampled alike.
+    """
+    n, rng = len(codes), np.random.default_rng(0)
     sizes = counts_of(codes, int(codes[-1]) + 1)
     if n > _MOST_PLANNED:
         yield from (_drawn_parts(codes, sizes, rng) for _ in range(resamples))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,15 +73,31 @@ def export_onnx(model: FederatedModel, path: str | Path, code: int, dtype: str) 
     return out
 
 
-@dataclass
-class _Graph:
-    """Nodes and constants of a graph; an operator is called with names of values, or with arrays."""
+class _ClientGraph:
+    """The graph of one client: rows in, probabilities (or means) and log densities out."""
 
-    nodes: list[Any] = field(default_factory=list)
-    constants: list[Any] = field(default_factory=list)
+    def __init__(self, model: FederatedModel, code: int, dtype: str) -> None:
+        prediction, codes = model.prediction, torch.tensor([code])
+        self.model, self.dtype = model, dtype
+        self.nodes: list[Any] = []
+        self.constants: list[Any] = []
+        log_pi = log_weights(prediction)[codes].cpu()  # (1, M1, M2)
+        learners = prediction.learners
+        ratios = None
+        if prediction.labels is not None and code != NO_CLIENT:
+            ratios = prediction.labels.log_ratios(codes).cpu()
+            ratios = ratios.view(*log_pi.shape, -1)  # (1, M1, M2, K)
+        if prediction.assignment is not None:  # one learner is all of the client's model
+            own = int(log_pi.argmax())
+            learners = {name: value[own : own + 1] for name, value in learners.items()}
+            log_pi = log_pi[..., own : own + 1]
+            ratios = None if ratios is None else ratios[:, :, own : own + 1]
+        self.learners: Params = {name: value.detach().cpu() for name, value in learners.items()}
+        self.log_pi = log_pi.clamp_min(_LEAST_LOG)
+        self.log_ratios = ratios
 
     def __call__(self, operator: str, *inputs: str | NDArray[Any], **attributes: Any) -> str:
-        """Add a node and return the name of its output."""
+        """Add a node and return the name of its output; inputs are names of values, or arrays."""
         from onnx import helper, numpy_helper
 
         names = []
@@ -106,102 +121,80 @@ class _Graph:
         """Reduce over axes, counted from the first: of no rows onnxruntime reduces no negative ones."""
         return self(operator, value, np.array(axes), keepdims=0)
 
-    def log_sum(self, value: str, *axes: int) -> str:
-        """Return ``log Σ exp`` over axes."""
-        return self.reduce("ReduceLogSumExp", value, *axes)
-
-
-class _ClientGraph:
-    """The graph of one client: rows in, probabilities (or means) and log densities out."""
-
-    def __init__(self, model: FederatedModel, code: int, dtype: str) -> None:
-        prediction, codes = model.prediction, torch.tensor([code])
-        self.model, self.dtype, self.graph = model, dtype, _Graph()
-        log_pi = log_weights(prediction)[codes].cpu()  # (1, M1, M2)
-        learners = prediction.learners
-        ratios = None
-        if prediction.labels is not None and code != NO_CLIENT:
-            ratios = prediction.labels.log_ratios(codes).cpu()
-            ratios = ratios.view(*log_pi.shape, -1)  # (1, M1, M2, K)
-        if prediction.assignment is not None:  # one learner is all of the client's model
-            own = int(log_pi.argmax())
-            learners = {name: value[own : own + 1] for name, value in learners.items()}
-            log_pi = log_pi[..., own : own + 1]
-            ratios = None if ratios is None else ratios[:, :, own : own + 1]
-        self.learners: Params = {name: value.detach().cpu() for name, value in learners.items()}
-        self.log_pi = log_pi.clamp_min(_LEAST_LOG)
-        self.log_ratios = ratios
-
     def build(self) -> Any:
         """Return the graph."""
         from onnx import helper
 
-        model, g, outputs = self.model, self.graph, dict[str, tuple[str, Any, tuple[Any, ...]]]()
+        model, outputs = self.model, dict[str, tuple[str, Any, tuple[Any, ...]]]()
         inputs = [("X", self.dtype, ("n", *model.input_shape))]
-        x = g.cast("X", np.float64)
+        x = self.cast("X", np.float64)
         parameter = next(iter(self.learners.values())).numpy().dtype
         if model.scaling is not None:
             # rounded as the learners see them, so that densities agree to the last digit
-            z = g("Sub", x, model.scaling.mean.cpu().numpy())
-            x = g.cast(g("Div", z, model.scaling.scale.cpu().numpy()), parameter)
+            z = self("Sub", x, model.scaling.mean.cpu().numpy())
+            x = self.cast(self("Div", z, model.scaling.scale.cpu().numpy()), parameter)
         log_x, gaussians, projection = None, model.prediction.gaussians, model.projection
         if gaussians is not None:
             if not model.features_are_inputs:
                 inputs.append(("features", "float32", ("n", gaussians.means.shape[1])))
-            seen = g("Flatten", x if model.features_are_inputs else "features", axis=1)
-            seen = g.cast(seen, np.float64)
+            seen = self("Flatten", x if model.features_are_inputs else "features", axis=1)
+            seen = self.cast(seen, np.float64)
             if projection is not None:
-                centred = g("Sub", seen, projection.mean.cpu().numpy())
+                centred = self("Sub", seen, projection.mean.cpu().numpy())
                 directions = projection.components.mT.contiguous().cpu().numpy()
-                seen = g.cast(g.cast(g("MatMul", centred, directions), parameter), np.float64)
+                seen = self.cast(
+                    self.cast(self("MatMul", centred, directions), parameter), np.float64
+                )
             log_x = self._log_densities(seen, gaussians)
         if model.algorithm != DENSITY:
             log_y = self._log_learners(x)
             if model.target is not None:
                 outputs["mean"] = self._mean(log_x, log_y), np.float64, ("n",)
             else:
-                proba = g("Exp", self._log_proba(log_x, log_y))
-                index = g("ArgMax", proba, axis=1, keepdims=0)
+                proba = self("Exp", self._log_proba(log_x, log_y))
+                index = self("ArgMax", proba, axis=1, keepdims=0)
                 labels = _as_array(model.classes)
-                outputs["label"] = g("Gather", labels, index), labels.dtype, ("n",)
+                outputs["label"] = self("Gather", labels, index), labels.dtype, ("n",)
                 outputs["label_index"] = index, np.int64, ("n",)
                 outputs["probabilities"] = proba, np.float64, ("n", len(labels))
         if log_x is not None:
             # log P_c(x) = log Σ_m1 N(x; μ_m1, Σ_m1) Σ_m2 π_c(m1, m2)
-            density = g.log_sum(g("Add", log_x, self.log_pi.logsumexp(-1).numpy()), 1)
+            density = self.reduce(
+                "ReduceLogSumExp", self("Add", log_x, self.log_pi.logsumexp(-1).numpy()), 1
+            )
             if model.scaling is not None and model.features_are_inputs and projection is None:
-                density = g("Sub", density, np.array(model.scaling.log_volume))
+                density = self("Sub", density, np.array(model.scaling.log_volume))
             outputs["log_density"] = density, np.float64, ("n",)
         for name, (value, _, _) in outputs.items():
-            g.nodes.append(helper.make_node("Identity", [value], [name]))
+            self.nodes.append(helper.make_node("Identity", [value], [name]))
         return helper.make_graph(
-            g.nodes,
+            self.nodes,
             "fedgmm",
             [_value(*one) for one in inputs],
             [_value(name, kind, shape) for name, (_, kind, shape) in outputs.items()],
-            g.constants,
+            self.constants,
         )
 
     def _log_densities(self, x: str, gaussians: Gaussians) -> str:
         """Return ``log N(x; μ_m1, Σ_m1)``, ``(n, M1)``, of rows ``(n, d)``."""
-        g, d = self.graph, gaussians.means.shape[1]
-        difference = g("Sub", x, gaussians.means[:, None].cpu().numpy())  # (M1, n, d)
+        d = gaussians.means.shape[1]
+        difference = self("Sub", x, gaussians.means[:, None].cpu().numpy())  # (M1, n, d)
         whiteners = gaussians.precisions_cholesky.cpu().numpy()
         if gaussians.covariance_type in ("full", "tied"):
-            white = g("MatMul", difference, whiteners)
+            white = self("MatMul", difference, whiteners)
         else:
-            white = g("Mul", difference, whiteners.reshape(len(whiteners), 1, -1))
-        squares = g.reduce("ReduceSumSquare", white, 2)
-        squares = g("Transpose", g("Min", squares, np.array(_FARTHEST)), perm=[1, 0])
+            white = self("Mul", difference, whiteners.reshape(len(whiteners), 1, -1))
+        squares = self.reduce("ReduceSumSquare", white, 2)
+        squares = self("Transpose", self("Min", squares, np.array(_FARTHEST)), perm=[1, 0])
         constants = gaussians.log_determinants.cpu().numpy() - 0.5 * d * math.log(2.0 * math.pi)
-        return g("Add", g("Mul", squares, np.array(-0.5)), constants)
+        return self("Add", self("Mul", squares, np.array(-0.5)), constants)
 
     def _log_learners(self, x: str) -> str:
         """Return ``log P_θm2(y|x)``, ``(n, M2, K)``, or ``f_θm2(x)``, ``(n, M2, 1)``, in float64."""
-        g, net = self.graph, function_of(self.model.prediction.net)
+        net = function_of(self.model.prediction.net)
         image = self.dtype == "uint8" and len(self.model.input_shape) == 3
         if image and self.model.scaling is None:
-            x = g("Sub", g("Div", x, np.array(127.5)), np.array(1.0))
+            x = self("Sub", self("Div", x, np.array(127.5)), np.array(1.0))
         if isinstance(net, Dense):
             outputs = self._dense(x, net)
         elif isinstance(net, Convolutional):
@@ -211,23 +204,23 @@ class _ClientGraph:
                 "Only learners linear, mlp and cnn can be exported to ONNX, not "
                 f"{self.model.options.get('learner', type(net).__name__)!r}."
             )
-        outputs = g.cast(g("Transpose", outputs, perm=[1, 0, 2]), np.float64)
-        return outputs if self.model.target is not None else g("LogSoftmax", outputs, axis=-1)
+        outputs = self.cast(self("Transpose", outputs, perm=[1, 0, 2]), np.float64)
+        return outputs if self.model.target is not None else self("LogSoftmax", outputs, axis=-1)
 
     def _dense(self, x: str, net: Dense) -> str:
         """Return the outputs of linear learners and MLPs, ``(M2, n, K)``."""
-        g, params = self.graph, {name: value.numpy() for name, value in self.learners.items()}
-        hidden = g.cast(g("Flatten", x, axis=1), params["0.weight"].dtype)
+        params = {name: value.numpy() for name, value in self.learners.items()}
+        hidden = self.cast(self("Flatten", x, axis=1), params["0.weight"].dtype)
         for layer in range(len(net.widths) - 1):
             weight, bias = params[f"{layer}.weight"], params[f"{layer}.bias"]
-            hidden = hidden if layer == 0 else g("Relu", hidden)
-            hidden = g("MatMul", hidden, np.ascontiguousarray(weight.swapaxes(-1, -2)))
-            hidden = g("Add", hidden, bias[:, None])
+            hidden = hidden if layer == 0 else self("Relu", hidden)
+            hidden = self("MatMul", hidden, np.ascontiguousarray(weight.swapaxes(-1, -2)))
+            hidden = self("Add", hidden, bias[:, None])
         return hidden
 
     def _convolutional(self, x: str) -> str:
         """Return the outputs of :class:`~fedgmm.nets.convolutional.ConvNet`, ``(M2, n, K)``."""
-        g, images = self.graph, self.graph.cast(x, np.float32)
+        images = self.cast(x, np.float32)
         outputs = []
         for place in range(len(self.learners["classifier.0.bias"])):
             own = {name: value[place].float().numpy() for name, value in self.learners.items()}
@@ -235,44 +228,42 @@ class _ClientGraph:
             first, second, third, last = ((own[f"{n}.weight"], own[f"{n}.bias"]) for n in layers)
             hidden = images
             for layer in (first, second):
-                hidden = g("Relu", g("Conv", hidden, *layer, pads=[1, 1, 1, 1]))
-                hidden = g("MaxPool", hidden, kernel_shape=[2, 2], strides=[2, 2])
-            hidden = g("Gemm", g("Flatten", hidden, axis=1), *third, transB=1)
-            hidden = g("Gemm", g("Relu", hidden), *last, transB=1)
-            outputs.append(g("Unsqueeze", hidden, np.array([0])))
-        return g("Concat", *outputs, axis=0)
+                hidden = self("Relu", self("Conv", hidden, *layer, pads=[1, 1, 1, 1]))
+                hidden = self("MaxPool", hidden, kernel_shape=[2, 2], strides=[2, 2])
+            hidden = self("Gemm", self("Flatten", hidden, axis=1), *third, transB=1)
+            hidden = self("Gemm", self("Relu", hidden), *last, transB=1)
+            outputs.append(self("Unsqueeze", hidden, np.array([0])))
+        return self("Concat", *outputs, axis=0)
 
     def _log_learner_weights(self, log_x: str | None) -> str | NDArray[Any]:
         """Return ``log P_c(m2|x)``, ``(n, M2)``, or ``(1, M2)`` without Gaussians."""
-        g = self.graph
         if log_x is None:
             return torch.log_softmax(self.log_pi.logsumexp(-2), -1).numpy()
-        joint = g("Add", g("Unsqueeze", log_x, np.array([-1])), self.log_pi.numpy())
-        return g("LogSoftmax", g.log_sum(joint, 1), axis=-1)
+        joint = self("Add", self("Unsqueeze", log_x, np.array([-1])), self.log_pi.numpy())
+        return self("LogSoftmax", self.reduce("ReduceLogSumExp", joint, 1), axis=-1)
 
     def _log_proba(self, log_x: str | None, log_y: str) -> str:
         """Return ``log P_c(y|x)``, equation (3), ``(n, K)``."""
-        g = self.graph
         if self.log_ratios is None:
-            weights = g("Unsqueeze", self._log_learner_weights(log_x), np.array([-1]))
-            mixed = g.log_sum(g("Add", weights, log_y), 1)
-            return g("LogSoftmax", mixed, axis=-1)
+            weights = self("Unsqueeze", self._log_learner_weights(log_x), np.array([-1]))
+            mixed = self.reduce("ReduceLogSumExp", self("Add", weights, log_y), 1)
+            return self("LogSoftmax", mixed, axis=-1)
         # corrected by the client's label frequencies: Σ_m P_c(m|x) P_m(y|x) P_c(y|m) / P(y|m)
         offsets = self.log_pi[..., None] + self.log_ratios  # (1, M1, M2, K)
-        mixed = g("Add", g("Unsqueeze", log_y, np.array([1])), offsets.numpy())
+        mixed = self("Add", self("Unsqueeze", log_y, np.array([1])), offsets.numpy())
         if log_x is not None:
-            relative = g("Sub", log_x, g("ReduceMax", log_x, np.array([1]), keepdims=1))
-            mixed = g("Add", mixed, g("Unsqueeze", relative, np.array([-2, -1])))
-        return g("LogSoftmax", g.log_sum(mixed, 1, 2), axis=-1)
+            relative = self("Sub", log_x, self("ReduceMax", log_x, np.array([1]), keepdims=1))
+            mixed = self("Add", mixed, self("Unsqueeze", relative, np.array([-2, -1])))
+        return self("LogSoftmax", self.reduce("ReduceLogSumExp", mixed, 1, 2), axis=-1)
 
     def _mean(self, log_x: str | None, outputs: str) -> str:
         """Return ``E[y|x] = Σ_m P_c(m|x) f_θm(x)``, ``(n,)``."""
-        g, target = self.graph, self.model.target
+        target = self.model.target
         assert target is not None
-        weights = g("Exp", self._log_learner_weights(log_x))
-        mean = g("Mul", weights, g("Squeeze", outputs, np.array([-1])))
-        mean = g.reduce("ReduceSum", mean, 1)
-        return g("Add", g("Mul", mean, target.scale.cpu().numpy()), target.mean.cpu().numpy())
+        weights = self("Exp", self._log_learner_weights(log_x))
+        mean = self("Mul", weights, self("Squeeze", outputs, np.array([-1])))
+        mean = self.reduce("ReduceSum", mean, 1)
+        return self("Add", self("Mul", mean, target.scale.cpu().numpy()), target.mean.cpu().numpy())
 
 
 def _value(name: str, dtype: Any, shape: tuple[Any, ...]) -> Any:

@@ -279,16 +279,22 @@ class Evaluation:
 
     def record(self) -> dict[str, Any]:
         """Return all metrics as plain values, for JSON."""
-        rows, pairs = self.predicted, self.pooled_intervals.items()
-        intervals = {name: list(pair) for name, pair in pairs}
+        intervals = {name: list(pair) for name, pair in self.pooled_intervals.items()}
         return {
             "headline": self.headline(),
             "leading_metric": self.leading_metric,
+            **self._rule(),
+            "pooled": self._record(int(self.rows.sum()), self.pooled, intervals),
+            "clients": self.client_records(),
+        }
+
+    def _rule(self) -> dict[str, Any]:
+        """Return how predictions were made and checked, as plain values."""
+        rows = self.predicted
+        return {
             "positive": self.positive,
             "threshold": None if rows is None else rows.decision.threshold,
             "classes": None if rows is None else list(rows.classes),
-            "pooled": self._record(int(self.rows.sum()), self.pooled, intervals),
-            "clients": self.client_records(),
         }
 
     def client_records(self) -> dict[str, dict[str, Any]]:
@@ -395,19 +401,9 @@ class RegressionEvaluation(Evaluation):
             f"{percent(own['coverage'])} of the rows."
         )
 
-    def record(self) -> dict[str, Any]:
-        """Return all metrics as plain values, for JSON."""
-        return {
-            "headline": self.headline(),
-            "leading_metric": self.leading_metric,
-            "level": self.level,
-            "pooled": {
-                "rows": int(self.rows.sum()),
-                **self.together,
-                "intervals": {name: list(pair) for name, pair in self.pooled_intervals.items()},
-            },
-            "clients": self.client_records(),
-        }
+    def _rule(self) -> dict[str, Any]:
+        """Return the level of the intervals."""
+        return {"level": self.level}
 
     def __repr__(self) -> str:
         """Return one line with the main metrics."""
@@ -424,21 +420,19 @@ def evaluate_numbers(
     numbers: Tensor,
     codes: IntArray,
     names: tuple[Hashable, ...],
-    level: float = INTERVAL,
 ) -> RegressionEvaluation:
     """Return the metrics of predictions of numbers ``y``, ``(n,)``, of every client.
 
-    ``codes`` ``(n,)`` are indices into the ``names`` of the clients, and ``level`` is that of the intervals
-    whose coverage is measured.
+    ``codes`` ``(n,)`` are indices into the ``names`` of the clients.
     """
     y = numbers.cpu().numpy()
     losses, errors, held = (empty(len(y), np.float64) for _ in range(3))
-    z = predicted.normal_score(level)
+    z = predicted.normal_score(INTERVAL)
     for block in _blocks(len(y)):
         found = predicted.rows(block)
         losses[block] = -found.log_density(numbers[block].to(found.means)).cpu().numpy()
         errors[block] = (y[block] - found.mean.cpu().numpy()) ** 2
-        low, high = interval_of(found, level, z).T
+        low, high = interval_of(found, INTERVAL, z).T
         held[block] = (low <= y[block]) & (y[block] <= high)
 
     def metrics(codes: IntArray, groups: int) -> dict[str, FloatArray]:
@@ -464,8 +458,8 @@ def evaluate_numbers(
         clients=tuple(names[code] for code in present),
         rows=counts_of(codes, len(present)),
         accuracy=np.full(len(present), np.nan),
-        calibration_error=np.abs(own["coverage"] - level),
-        level=level,
+        calibration_error=np.abs(own["coverage"] - INTERVAL),
+        level=INTERVAL,
         together={name: float(value[0]) for name, value in together.items()},
         row_errors=(gathered(codes, order), gathered(y, order), gathered(errors, order)),
         **own,  # type: ignore[arg-type]
@@ -484,16 +478,11 @@ def evaluate(
     classes: tuple[Hashable, ...] | None = None,
     decision: Decision | None = None,
 ) -> Evaluation:
-    """Return the metrics of every client.
+    """Return the metrics of predictions ``log P_c(y|x)``, ``(n, K)``, of every client.
 
-    Args:
-        log_probabilities: ``log P_c(y|x)`` of every class, ``(n, K)``.
-        labels: the true class of each row; ``K`` for a label that is not a class, ``(n,)``.
-        codes: the client of each row, an index into ``names``, ``(n,)``.
-        names: the clients.
-        classes: names of the classes, ``(K,)``; by default the columns are numbered.
-        decision: turns probabilities into a class; the most likely class by default. If it has no positive
-            class, :func:`~fedgmm.model.decisions.default_positive` finds it if there are two classes.
+    ``labels`` ``(n,)`` are the true classes, or ``K`` for a label that is not a class. ``codes`` ``(n,)``
+    are indices into the ``names`` of the clients. Classes are numbered if they have no names. If
+    ``decision`` lacks the positive class of two, :func:`~fedgmm.model.decisions.default_positive` finds it.
     """
     present, codes = _present(codes, len(names))
     known = tuple(range(log_probabilities.shape[1])) if classes is None else classes

@@ -37,7 +37,6 @@ from fedgmm.model.novelty import (
     NoveltyResult,
     Score,
     calibration_of,
-    check_rate,
     client_p_values,
     compare_file,
     count_false_alarms,
@@ -555,7 +554,7 @@ class FederatedModel:
         those of :meth:`novelty_scores`. With ``batch`` all rows are tested together as well, see
         :meth:`client_novelty`.
         """
-        check_rate(false_alarm_rate)
+        check_number("false_alarm_rate", false_alarm_rate, above=0, below=1)
         self._check_score(score, y)
         if not self.calibration:
             self.calibrate()
@@ -608,7 +607,7 @@ class FederatedModel:
             self.calibrate(data)
         y = data.labels_of(held_out) if score in ("y", "joint") else None
         self._check_score(score, y)
-        check_rate(false_alarm_rate)
+        check_number("false_alarm_rate", false_alarm_rate, above=0, below=1)
         rows = evaluate_split(self, held_out)
         pooled, own = self._score(rows.of(NO_CLIENT), y, score), self._score(rows, y, score)
         codes = rows.codes.cpu().numpy()

@@ -159,18 +159,10 @@ def flag_novel_rows(
 ) -> NoveltyResult:
     """Flag the rows whose conformal p-value is at most ``false_alarm_rate``.
 
-    Rows without a client are compared with the held-out rows of all clients, others with those of their
-    client. Warns if there are too few held-out rows for any row without a client to be flagged.
-
-    Args:
-        calibration: scores of held-out rows, see ``CALIBRATIONS``.
-        score: kind of the scores.
-        scores: of the rows, ``(n,)``.
-        codes: the client of each row, ``(n,)``; ``NO_CLIENT`` for rows without one.
-        false_alarm_rate: share of ordinary rows that may be flagged.
-        names: names of the clients, for errors.
+    Rows with scores ``(n,)`` that belong to no client, with code ``NO_CLIENT``, are compared with the
+    held-out rows of all clients, others with those of their client. Warns if there are too few held-out
+    rows for any row without a client to be flagged. ``names`` of the clients are for errors.
     """
-    check_rate(false_alarm_rate)
     p_values = np.empty(len(scores))
     common = codes == NO_CLIENT
     if common.any() or not len(codes):
@@ -194,12 +186,6 @@ def flag_novel_rows(
             )
         p_values[codes == code] = own
     return NoveltyResult(scores, p_values, p_values <= false_alarm_rate, false_alarm_rate)
-
-
-def check_rate(false_alarm_rate: float) -> None:
-    """Raise if the rate is not between 0 and 1."""
-    if not 0.0 < false_alarm_rate < 1.0:
-        raise ValueError(f"false_alarm_rate must lie between 0 and 1, got {false_alarm_rate!r}.")
 
 
 def conformal_p_values(calibration: ArrayLike, scores: ArrayLike) -> FloatArray:
@@ -337,27 +323,21 @@ def file_test(
     held-out rows. So a file of one row can reach 5 % from 19 held-out rows on, see
     :func:`smallest_file`.
 
-    Args:
-        calibration: scores of held-out rows, ``(m,)``; high means familiar.
-        scores: scores of the file's rows, ``(n,)``.
-        strata: stratum of each held-out row ``(m,)``, and of each row of the file ``(n,)``.
-        least: held-out rows that a stratum needs; smaller ones are joined.
-        draws: number of random relabellings.
+    ``strata`` has those of the held-out rows ``(m,)`` and of the file's rows ``(n,)``. Strata with fewer
+    than ``least`` held-out rows are joined.
     """
     from scipy.special import gammaln
     from scipy.stats import rankdata
 
     rng = np.random.default_rng(0)
-    known, new = (
-        np.zeros(len(own), dtype=np.int64) if strata is None else strata[k]
-        for k, own in enumerate((calibration, scores))
-    )
     some_known, some_new = (
         rng.permutation(len(own))[:_MOST_TESTED] for own in (calibration, scores)
     )
-    calibration, known = calibration[some_known], known[some_known]
-    scores, new = scores[some_new], new[some_new]
-    known, new = _joined_strata(known, new, least)
+    calibration, scores = calibration[some_known], scores[some_new]
+    if strata is None:
+        known, new = np.zeros_like(some_known), np.zeros_like(some_new)
+    else:
+        known, new = _joined_strata(strata[0][some_known], strata[1][some_new], least)
     seen, dealt, log_ways = 0.0, np.zeros(draws), 0.0
     for stratum in np.unique(new).tolist():
         own, others = scores[new == stratum], calibration[known == stratum]
@@ -383,14 +363,13 @@ def _joined_strata(
     known: NDArray[np.int64], new: NDArray[np.int64], least: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Join strata with fewer than ``least`` held-out rows, and with them the largest if they need it."""
-    names = np.unique(np.concatenate([known, new]))
-    sizes = np.array([(known == name).sum() for name in names])
+    names, place = np.unique(np.concatenate([known, new]), return_inverse=True)
+    sizes = np.bincount(place[: len(known)], minlength=len(names))
     small = sizes < least
     if small.any() and sizes[small].sum() < least:
         small[sizes.argmax()] = True
-    joined = np.where(small, -1, names)
-    place_known, place_new = (np.searchsorted(names, own) for own in (known, new))
-    return joined[place_known], joined[place_new]
+    joined = np.where(small, -1, names)[place]
+    return joined[: len(known)], joined[len(known) :]
 
 
 def smallest_file(held_out: int, level: float = 0.05) -> int | None:

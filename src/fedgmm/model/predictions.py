@@ -83,14 +83,9 @@ def log_gaussians(prediction: Prediction, features: Tensor) -> Tensor | None:
 
 
 def log_learners(prediction: Prediction, x: Tensor, learners: Params | None = None) -> Tensor:
-    """Return ``log P_θm2(y|x_i)`` of every class, ``(n, M2, K)`` float64.
+    """Return ``log P_θm2(y|x_i)`` of all or of the given ``learners``, ``(n, M2, K)`` float64.
 
     Learners of numbers give ``f_θm2(x_i)`` and ``σ²_m2`` instead, ``(n, M2, 2)``.
-
-    Args:
-        prediction: the fitted parameters.
-        x: inputs, ``(n, *shape)``.
-        learners: parameters ``(M2, ...)`` to use instead of all learners.
     """
     params = prediction.learners if learners is None else learners
     with torch.inference_mode():
@@ -185,11 +180,7 @@ class EvaluatedRows:
 
     def numbers(self) -> NumberPredictions:
         """Return ``P_c(y|x)`` of numbers, equation (3)."""
-        prediction, target, scores = (
-            self.model.prediction,
-            self.model.target,
-            self.model.interval_scores,
-        )
+        prediction, target = self.model.prediction, self.model.target
         if target is None:
             raise ValueError("The model predicts classes, not numbers; use predict_proba.")
         mixed = prediction.assignment is None
@@ -203,6 +194,7 @@ class EvaluatedRows:
 
         self._for_parts(write)
         found = NumberPredictions(weights, *outputs.unbind(-1)).unscaled(target)
+        scores = self.model.interval_scores
         return found if scores is None else replace(found, held_out=torch.from_numpy(scores))
 
     def log_conditional(self, labels: Tensor) -> tuple[FloatArray, FloatArray | None]:
@@ -229,9 +221,8 @@ class EvaluatedRows:
         if not self.model.has_common_model and bool((who == NO_CLIENT).any()):
             raise ValueError(f"{self.model.algorithm} has no common model; name a client.")
         ratios, place = None, who
-        if (
-            prediction.labels is not None
-        ):  # only of clients that have rows: there may be many others
+        if prediction.labels is not None:
+            # only of clients that have rows, because there may be many others
             here = who.new_zeros(len(prediction.labels.clients) + 1)
             for block in blocks_in(who):
                 here[block] = 1

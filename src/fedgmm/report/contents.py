@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedgmm.core.paired import Estimate, over_splits
+
+if TYPE_CHECKING:
+    from fedgmm.model.metrics import Evaluation
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -40,30 +44,12 @@ class ClientTable:
     share: FloatArray | None = None  # the weight of that pair, ``(C,)``
     # share of the test rows that are flagged as novel, ``(C,)``; ``None`` without flags
     novel_share: FloatArray | None = None
-    # share of all test rows that were predicted correctly; NaN without test rows
-    row_accuracy: float = math.nan
     # on test rows, ``(C,)``; ``None`` if it is not known, here and below
     auc: FloatArray | None = None
     average_precision: FloatArray | None = None  # ``(C,)``
     rmse: FloatArray | None = None  # of predicted numbers, ``(C,)``
     # 95 % interval of the accuracy, ``(C, 2)``; NaN where it is unknown
     interval: FloatArray | None = None
-
-
-@dataclass(frozen=True)
-class TestMetrics:
-    """Metrics of all test rows together."""
-
-    __test__ = False  # pytest would collect it
-
-    headline: str  # a sentence with the main metric
-    # name of the main metric: ``"accuracy"``, ``"average_precision"`` if a class is rare, or
-    # ``"rmse"`` of numbers
-    leading: str
-    values: Mapping[str, float]  # metric -> its value
-    intervals: Mapping[str, tuple[float, float]]  # metric -> its 95 % interval, where there is one
-    positive: str | None  # the positive class of two; ``None`` with several classes
-    constant_accuracy: float  # mean accuracy of guessing each client's most frequent class
 
 
 @dataclass(frozen=True)
@@ -191,7 +177,7 @@ class ReportContents:
     # accuracy of the report's method minus that of another, for each baseline; tested over
     # splits or rows by a comparison, otherwise over clients
     differences: Mapping[str, Estimate] = field(default_factory=dict)
-    metrics: TestMetrics | None = None  # of all test rows together
+    evaluation: Evaluation | None = None  # of all test rows
     deciding: DecidingColumns | None = None  # the columns that matter most for the predictions
     weights: WeightMap | None = None  # for the heat map
     # Gaussians and clients in a plane; its clients are those of the table

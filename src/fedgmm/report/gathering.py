@@ -26,7 +26,6 @@ from fedgmm.report.contents import (
     Reliability,
     ReportContents,
     Series,
-    TestMetrics,
     WeightMap,
     evenly,
 )
@@ -108,7 +107,7 @@ def gather(
             for name, result in (baselines or {}).items()
         },
         differences={TITLES.get(name, name): one for name, one in (differences or {}).items()},
-        metrics=found.test_metrics(),
+        evaluation=found.evaluation,
         deciding=found.deciding_columns(columns),
         weights=weights,
         projection=found.projection(feature_names),
@@ -174,23 +173,11 @@ class _Gathering:
             score(shown),
             score("log_loss"),
             score("calibration_error"),
-            row_accuracy=math.nan if numbers or not evaluation else evaluation.weighted_accuracy,
             auc=None if numbers else score("auc"),
             average_precision=None if numbers else score("average_precision"),
             rmse=score("rmse") if numbers else None,
             interval=filled(intervals[shown], 2) if shown in intervals else None,
         )
-
-    def test_metrics(self) -> TestMetrics | None:
-        """Return the metrics of all test rows together."""
-        if (evaluation := self.evaluation) is None:
-            return None
-        leading, positive, constant = evaluation.leading_metric, None, math.nan
-        if leading != "rmse":
-            positive = None if evaluation.positive is None else str(evaluation.positive)
-            constant = evaluation.constant_accuracy
-        found = evaluation.headline(), leading, evaluation.pooled, evaluation.pooled_intervals
-        return TestMetrics(*found, positive, constant)
 
     def deciding_columns(
         self, columns: Mapping[str, Sequence[int]] | None
@@ -441,10 +428,8 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _as_text(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_as_text, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -458,12 +443,7 @@ def features_of(model: FederatedModel, rows: LabelledRows) -> NDArray[Any] | Non
 
 
 def reliability_of(confidence: FloatArray, right: NDArray[np.bool_]) -> Reliability:
-    """Compare confidence and accuracy in bins of equal width.
-
-    Args:
-        confidence: of each prediction, ``(N,)``.
-        right: whether it is right, ``(N,)``.
-    """
+    """Compare confidence and accuracy of predictions ``(N,)`` in bins of equal width."""
     bins = np.minimum((confidence * _CONFIDENCE_BINS).astype(np.int64), _CONFIDENCE_BINS - 1)
     filled, place, counts = np.unique(bins, return_inverse=True, return_counts=True)
     mean_confidence = np.bincount(place, weights=confidence) / counts
@@ -504,15 +484,9 @@ def project(
 ) -> Projection:
     """Project Gaussians and clients onto the plane in which the means differ most.
 
-    If the means span only a line or a point, directions of the largest variance complete the plane.
-
-    Args:
-        means: ``(M1, d)``, with at least two columns.
-        covariances: shaped by their type as in :class:`fedgmm.core.gaussians.Gaussians`.
-        covariance_type: one of its types.
-        shares: the federation's ``π(m1)``, ``(M1,)``.
-        client_shares: each client's ``π_c(m1)``, ``(C, M1)``.
-        feature_names: of the ``d`` columns, for the titles of the axes.
+    If the means ``(M1, d)`` span only a line or a point, directions of the largest variance complete the
+    plane. ``shares`` ``(M1,)`` are the federation's, and ``client_shares`` ``(C, M1)`` those of clients.
+    The ``feature_names`` of the ``d`` columns are for the titles of the axes.
     """
     shares = shares / shares.sum()
     centre = shares @ means

@@ -94,12 +94,7 @@ def _printable(value: Any) -> Any:
 
 @cache
 def templates(finalize: Callable[[Any], Any] = _printable, autoescape: bool = True) -> Environment:
-    """Return the templates with the filters and names they use.
-
-    Args:
-        finalize: makes a value safe for the page.
-        autoescape: whether pages are HTML.
-    """
+    """Return the templates; ``finalize`` makes a value safe, ``autoescape`` is for HTML."""
     from jinja2 import Environment, PackageLoader, StrictUndefined  # only reports need it
 
     environment = Environment(
@@ -282,19 +277,19 @@ def _compared_methods(contents: ReportContents) -> list[dict[str, Any]]:
 
 def _metric_rows(contents: ReportContents) -> list[dict[str, str]]:
     """Return name, value and interval of each metric of all test rows, the main one first."""
-    found = contents.metrics
-    if found is None:
+    if contents.evaluation is None:
         return []
-    first = [name for name in (found.leading, "base_rate") if name in found.values]
+    values, intervals = contents.evaluation.pooled, contents.evaluation.pooled_intervals
+    first = [name for name in (contents.evaluation.leading_metric, "base_rate") if name in values]
     return [
         {
             "name": metric_title(name),
-            "value": metric_text(name, found.values[name]),
+            "value": metric_text(name, values[name]),
             "interval": " to ".join(
-                metric_text(name, end) for end in found.intervals.get(name, ()) if np.isfinite(end)
+                metric_text(name, end) for end in intervals.get(name, ()) if np.isfinite(end)
             ),
         }
-        for name in [*first, *(one for one in found.values if one not in first)]
+        for name in dict.fromkeys([*first, *values])
     ]
 
 
@@ -317,8 +312,8 @@ def verdict(contents: ReportContents) -> str:
         return "There were no test rows, so this page cannot say how good the predictions are."
     if baseline is None:
         found = f"{contents.method} predicts {own:.1%} of an average client's test rows correctly."
-        if contents.metrics is not None and contents.metrics.leading != "accuracy":
-            found = contents.metrics.headline
+        if contents.evaluation is not None and contents.evaluation.leading_metric != "accuracy":
+            found = contents.evaluation.headline()
         return (
             f"{found} No other method was run, so this page cannot say whether a simpler one would do "
             "as well."

@@ -144,10 +144,8 @@ def plot_curves(
 ) -> Path:
     """Draw accuracy over rounds: one line per method, the mean over seeds.
 
-    Args:
-        runs: for each method, one curve per seed; longer curves are cut to the shortest.
-        title: of the figure.
-        path: where the PNG is written, as in the functions below.
+    ``runs`` has a curve per seed of each method; longer curves are cut to the shortest. The PNG is written
+    to ``path``, here and below.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -178,12 +176,8 @@ def plot_adaptation(
 ) -> Path:
     """Draw the accuracy of new clients against the EM iterations of their weights.
 
-    Args:
-        iterations: from 0, which means the federation's own weights.
-        curves: for each method (a colour) and kind of data learned from (a line style), one
-            accuracy per iteration.
-        title: of the figure.
-        path: where the PNG is written.
+    Iteration 0 means the federation's own weights. ``curves`` has an accuracy per iteration for each method
+    (a colour) and kind of data learned from (a line style).
     """
     figure, axes = new_figure((8.2, 4.2))
     methods, sources = (list(dict.fromkeys(names)) for names in zip(*curves, strict=True))
@@ -220,12 +214,7 @@ def plot_heat_map(
 
 
 def plot_likelihoods(panels: Mapping[str, Mapping[str, FloatArray]], path: Path) -> Path:
-    """Draw one histogram per panel: scores of known and of novel rows, scaled to lie in [0, 1].
-
-    Args:
-        panels: for each title, the scores of each group, ``(n,)``.
-        path: where the PNG is written.
-    """
+    """Draw one histogram per panel: scores ``(n,)`` of groups of rows, scaled to lie in [0, 1]."""
     figure, grid = new_figure((4.2 * len(panels), 3.4), 1, len(panels), squeeze=False)
     for axes, (title, groups) in zip(grid[0], panels.items(), strict=True):
         low, high = np.percentile(np.concatenate(list(groups.values())), [_TAIL, 100 - _TAIL])
@@ -245,13 +234,7 @@ def plot_likelihoods(panels: Mapping[str, Mapping[str, FloatArray]], path: Path)
 def plot_groups(
     groups: Mapping[str, tuple[FloatArray, FloatArray]], title: str, path: Path
 ) -> Path:
-    """Draw ``log P(x)`` against ``log P(y|x)``, one colour per group.
-
-    Args:
-        groups: for each name, both scores of its rows, ``(n,)`` each.
-        title: of the figure.
-        path: where the PNG is written.
-    """
+    """Draw both scores of rows, ``log P(x)`` and ``log P(y|x)``, ``(n,)`` each, one colour per group."""
     figure, axes = new_figure((6.8, 4.8))
     for number, (name, (x, y)) in enumerate(groups.items()):
         step = max(1, len(x) // _MOST_POINTS)
@@ -326,11 +309,8 @@ def contact_sheet(source: FederatedImages | ImageData, path: Path, columns: int 
     Args:
         source: images from :func:`fedgmm.data.images.federated.federated_images` or
             :func:`fedgmm.data.images.files.load_images`.
-        path: where the PNG is written; a missing folder is created.
+        path: where the PNG is written, which is returned; a missing folder is created.
         columns: number of classes, spread over all of them; one image per class.
-
-    Returns:
-        ``path``.
     """
     if isinstance(source, ImageData):
         heading = f"{source.name}: the joint shift, step by step"
@@ -348,20 +328,11 @@ def transform_sheet(
 ) -> Path:
     """Draw images of several classes and, below them, the result of each transform.
 
-    Args:
-        data: images from :func:`fedgmm.data.images.files.load_images`.
-        transforms: functions of images ``(n, channels, height, width)``, by their titles.
-        path: where the PNG is written; a missing folder is created.
-        columns: number of classes, spread over all of them; one image per class.
-
-    Returns:
-        ``path``.
+    ``transforms`` are functions of images ``(n, channels, height, width)``, by their titles. The rest is as
+    in :func:`contact_sheet`.
     """
-    chosen = _one_per_class(data.labels, columns)
-    images = data.images[chosen]
-    names = [data.class_names[label] for label in data.labels[chosen]]
-    strips = [Strip("as it is in the file", images, names)]
-    strips += [Strip(title, transform(images)) for title, transform in transforms.items()]
+    first, *_ = strips_of(data, columns)
+    strips = [first, *(Strip(title, make(first.images)) for title, make in transforms.items())]
     return _draw_sheet(strips, f"{data.name}: transforms", path)
 
 
