@@ -8,7 +8,6 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -22,16 +21,17 @@ from fedgmm.core.randomness import client_keys, row_uniforms
 from fedgmm.core.scratch import (
     blocks_in,
     counts_of,
-    dealt,
     empty,
     empty_beside,
     folder_of,
     gathered,
+    ordered,
     row_blocks,
     scratch,
     stable_order,
     taken,
     touched,
+    where,
 )
 from fedgmm.data.federated import ClientRows, client_rows
 from fedgmm.data.inputs import (
@@ -51,7 +51,6 @@ SPLITS = ("train", "validation", "test")
 PAPER_SPLIT = (0.6, 0.2, 0.2)
 _SPLIT_STREAM, _SHUFFLE_STREAM = 101, 211
 _ROWS_AT_ONCE = 250_000  # that are shuffled together, or those of one client
-_DRAW_BINS = 65_536  # of a histogram of random draws
 
 Task = Literal["auto", "classification", "regression"]
 TASKS: tuple[str, ...] = get_args(Task)
@@ -124,22 +123,30 @@ class LabelledRows:
         # the same number in every federation, so that other clients do not change the order
         largest = int(self.codes.max()) if len(self) else 0
         free = min(40, 63 - first - largest.bit_length())
-        out = empty_beside(self.labels, (len(self),), torch.int64)
+
+        def words(place: slice) -> NDArray[np.int64]:
+            codes, positions = self.codes[place].cpu().numpy(), self.features.positions_at(place)
+            draws = row_uniforms(seed, stream, self.features.keys[codes], positions)
+            found = codes << (first + free) | positions
+            found |= (draws * 2.0**free).astype(np.int64) << first
+            return np.asarray(found)
+
+        out, folder = empty_beside(self.labels, (len(self),), torch.int64), folder_of(self.labels)
         for begin, end in _client_groups(self.features.rows_per_client.cpu().numpy()):
             place = slice(int(self.offsets[begin]), int(self.offsets[end]))
             rows = place.stop - place.start
-            if end - begin == 1 and rows > _ROWS_AT_ONCE and folder_of(self.labels) is not None:
-                with scratch(folder_of(self.labels)):
-                    key = self.features.keys[begin]
-                    _shuffle_client(out[place].numpy(), seed, stream, key, first, free)
-                out[place] += place.start
-                continue
-            codes, positions = self.codes[place].cpu().numpy(), self.features.positions_at(place)
-            draws = row_uniforms(seed, stream, self.features.keys[codes], positions)
-            words = codes << (first + free) | positions
-            words |= (draws * 2.0**free).astype(np.int64) << first
-            # three times as fast as NumPy
-            out[place] = torch.from_numpy(words).to(self.device).argsort() + place.start
+            if end - begin == 1 and rows > _ROWS_AT_ONCE and folder is not None:
+                with scratch(folder):
+                    ranked = empty(rows, np.int64)
+                    for at in row_blocks(rows):
+                        ranked[at] = words(slice(place.start + at.start, place.start + at.stop))
+                    ranked = ordered(ranked)
+                for at in row_blocks(rows):
+                    positions = ranked[at] & ((1 << first) - 1)
+                    out[place][at] = torch.from_numpy(positions) + place.start
+            else:  # three times as fast as NumPy
+                order = torch.from_numpy(words(place)).to(self.device).argsort()
+                out[place] = order + place.start
         return out
 
     def select(self, clients: Tensor) -> LabelledRows:
@@ -650,62 +657,28 @@ def split_rows(
 def _parts_of_client(
     seed: int, key: np.uint64, rows: int, ends: tuple[int, int]
 ) -> Iterator[tuple[slice, NDArray[np.int8]]]:
-    """Yield runs of a large client's rows and their splits, without sorting all draws.
+    """Yield runs of a large client's rows and their splits, without an index of all of them.
 
     The rows with the smallest draws are for training, up to ``ends[0]`` rows, and those up to ``ends[1]``
-    for validation. A histogram of the draws leads to the draws at these two ranks.
+    for validation. Of equal draws the first is the smallest.
     """
-
-    def drawn() -> Iterator[tuple[slice, NDArray[np.int64], NDArray[np.float64]]]:
-        for place in row_blocks(rows):
-            positions = np.arange(place.start, place.stop)
-            yield place, positions, row_uniforms(seed, _SPLIT_STREAM, np.asarray(key), positions)
-
-    counts = np.zeros(_DRAW_BINS, dtype=np.int64)
-    for _, _, draws in drawn():
-        counts += np.bincount((draws * _DRAW_BINS).astype(np.int64), minlength=_DRAW_BINS)
-    last = np.cumsum(counts)
-    bins = [int(np.searchsorted(last, end, side="right")) for end in ends]
-    near: list[list[NDArray[np.float64]]] = [[], []]
-    for _, positions, draws in drawn():
-        for own, number in zip(near, bins, strict=True):
-            here = (draws * _DRAW_BINS).astype(np.int64) == number
-            own.append(np.stack([draws[here], positions[here]]))
+    draws = empty(rows, np.float64)
+    for place in row_blocks(rows):
+        positions = np.arange(place.start, place.stop)
+        draws[place] = row_uniforms(seed, _SPLIT_STREAM, np.asarray(key), positions)
+    ranked = ordered(draws)
     bounds = []  # the first draw, and its position, that is not below a rank
-    for own, number, end in zip(near, bins, ends, strict=True):
-        draws, positions = np.concatenate(own, axis=1)
-        rank = end - (last[number - 1] if number else 0)
-        first = np.lexsort((positions, draws))[rank] if number < _DRAW_BINS else None
-        bounds.append((2.0, 0.0) if first is None else (draws[first], positions[first]))
-    for place, positions, draws in drawn():
-        part = np.zeros(len(draws), dtype=np.int8)
+    for end in ends:
+        if end < rows:
+            draw = ranked[end]
+            equal = where(lambda place, draw=draw: draws[place] == draw, rows)  # type: ignore[misc]
+            bounds.append((draw, equal[end - np.searchsorted(ranked, draw)]))
+    for place in row_blocks(rows):
+        own, positions = draws[place], np.arange(place.start, place.stop)
+        part = np.zeros(len(own), dtype=np.int8)
         for draw, position in bounds:
-            part += (draws > draw) | ((draws == draw) & (positions >= position))
+            part += (own > draw) | ((own == draw) & (positions >= position))
         yield place, part
-
-
-def _shuffle_client(
-    out: NDArray[np.int64], seed: int, stream: int, key: np.uint64, first: int, free: int
-) -> None:
-    """Write the positions of a large client's rows in the order of their draws of ``free`` bits.
-
-    Words of draw and position, which takes ``first`` bits, are dealt to buckets in a scratch file by their
-    draws. Then each bucket is sorted in memory.
-    """
-    rows = len(out)
-    buckets = -(-2 * rows // _ROWS_AT_ONCE)
-
-    def words() -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        for place in row_blocks(rows):
-            positions = np.arange(place.start, place.stop)
-            draws = row_uniforms(seed, stream, np.asarray(key), positions) * 2.0**free
-            own = draws.astype(np.int64)
-            yield own << first | positions, own * buckets >> free
-
-    words_of_buckets, ends = dealt(words, buckets)
-    for begin, end in pairwise([0, *ends.tolist()]):
-        out[begin:end] = np.sort(words_of_buckets[begin:end]) & ((1 << first) - 1)
-        touched(16 * (end - begin))
 
 
 def _client_groups(counts: NDArray[np.int64]) -> list[tuple[int, int]]:
