@@ -113,7 +113,7 @@ def test_a_large_client_is_split_by_the_ranks_of_its_draws(rows, ends, draw, in_
 def test_large_clients_in_a_file_are_shuffled_like_those_in_memory(
     rng, tmp_path, monkeypatch, draw
 ):
-    ids = np.repeat([0, 1, 2], [3000, 100, 2900])
+    ids = np.repeat([0, 1, 2], [3000, 2900, 100])
     monkeypatch.setattr(dataset, "row_uniforms", draw)
     rows = FederatedDataset.from_arrays(np.zeros((6000, 1)), ids % 2, ids, split=(1, 0, 0)).train
     expected = rows.shuffled(3, 2, 1)
