@@ -667,12 +667,13 @@ def _parts_of_client(
         positions = np.arange(place.start, place.stop)
         draws[place] = row_uniforms(seed, _SPLIT_STREAM, np.asarray(key), positions)
     ranked = ordered(draws)
-    bounds = []  # the first draw, and its position, that is not below a rank
-    for end in ends:
-        if end < rows:
-            draw = ranked[end]
-            equal = where(lambda place, draw=draw: draws[place] == draw, rows)  # type: ignore[misc]
-            bounds.append((draw, equal[end - np.searchsorted(ranked, draw)]))
+
+    def ranked_at(end: int) -> tuple[np.float64, np.int64]:
+        draw = ranked[end]
+        equal = where(lambda place: draws[place] == draw, rows)
+        return draw, equal[end - np.searchsorted(ranked, draw)]
+
+    bounds = [ranked_at(end) for end in ends if end < rows]
     for place in row_blocks(rows):
         own, positions = draws[place], np.arange(place.start, place.stop)
         part = np.zeros(len(own), dtype=np.int8)

@@ -25,7 +25,7 @@ from fedgmm.core.checks import (
     one_of,
 )
 from fedgmm.core.moments import Scaling
-from fedgmm.core.scratch import as_bytes, gathered, row_blocks
+from fedgmm.core.scratch import as_bytes, gathered, row_blocks, where
 from fedgmm.data.dataset import TASKS, looks_continuous
 from fedgmm.data.tables.columns import (
     PLAIN,
@@ -258,7 +258,8 @@ class Labels:
             return numbers_to_predict(values, self.name), []
         codes, texts = values.categories()
         indices, unknown = self.encode(texts)
-        return np.append(indices, UNKNOWN)[codes], unknown  # the code of a missing value is -1
+        lookup = np.append(indices, UNKNOWN)  # the code of a missing value is -1
+        return gathered(lookup, codes), unknown
 
     def record(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -273,6 +274,16 @@ class Labels:
             mean, deviation = map(float, scaling)
             return cls.of_numbers(str(record["name"]), mean, deviation**2)
         return cls(str(record["name"]), tuple(record["classes"]))
+
+
+def is_known(labels: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return which labels of rows are classes, or numbers to predict, ``(n,)``."""
+    return np.asarray(labels != UNKNOWN) if labels.dtype.kind == "i" else ~np.isnan(labels)
+
+
+def known_rows(labels: NDArray[Any]) -> IntArray:
+    """Return the indices of the rows whose labels are known."""
+    return where(lambda place: is_known(labels[place]), len(labels))
 
 
 def numbers_to_predict(values: ColumnValues, name: str) -> FloatArray:
