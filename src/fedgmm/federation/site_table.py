@@ -87,7 +87,7 @@ class SiteTable:
             label_needed=options.label is not None,
             vectors=file.vectors,
         )
-        texts = {c.name for c in preprocessing.used if c.needs_text(file.columns.get(c.name))}
+        texts = preprocessing.text_columns(file.columns)
         names = set(file.header) - set(options.left_out)
         file.read(names, texts if options.label is None else {*texts, options.label})
         tables = self._tables(options)

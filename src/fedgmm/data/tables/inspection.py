@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -138,7 +139,8 @@ def inspect_tables(tables: Tables) -> Inspection:
         *_number_warnings(tables, columns),
         *_warnings(clients, facts, summaries, of_classes),
     ]
-    rates = _base_rates(clients, of_classes)
+    shown = sorted(of_classes)[:_MOST_BASE_RATES]
+    rates = [_base_rate(label, clients, of_classes) for label in shown]
     return Inspection(clients, facts, dict(sorted(classes.items())), warnings, rates)
 
 
@@ -209,16 +211,10 @@ def _column_facts(
     return list(found.values())
 
 
-def _base_rates(clients: list[ClientFacts], classes: Mapping[str, int]) -> list[BaseRate]:
-    """Return the share of each class over all rows, and at the clients where it is extreme."""
-    total = sum(classes.values())
-    found = []
-    for label, count in sorted(classes.items())[:_MOST_BASE_RATES]:
-        rates = {c.name: c.classes.get(label, 0) / c.rows for c in clients if c.rows}
-        lowest, highest = (choose(rates, key=lambda name: rates[name]) for choose in (min, max))
-        extremes = (lowest, rates[lowest]), (highest, rates[highest])
-        found.append(BaseRate(label, count / total, *extremes))
-    return found
+def _base_rate(label: str, clients: list[ClientFacts], classes: Mapping[str, int]) -> BaseRate:
+    rates = [(c.name, c.classes.get(label, 0) / c.rows) for c in clients if c.rows]
+    lowest, highest = (choose(rates, key=itemgetter(1)) for choose in (min, max))
+    return BaseRate(label, classes[label] / sum(classes.values()), lowest, highest)
 
 
 def _warnings(
@@ -277,9 +273,10 @@ def _class_warnings(clients: list[ClientFacts], classes: Mapping[str, int]) -> l
     rare = [label for label, count in classes.items() if count < few * total]
     if rare and len(classes) > 1:
         label = min(rare, key=lambda name: (classes[name], name))
-        share = classes[label] / total
-        rates = {c.name: c.classes.get(label, 0) / c.rows for c in clients if c.rows}
-        lowest, highest = min(rates, key=rates.__getitem__), max(rates, key=rates.__getitem__)
+        rate = _base_rate(label, clients, classes)
+        lowest, highest = (
+            f"{_share(share)} at {name}" for name, share in (rate.lowest, rate.highest)
+        )
         better = (
             f"average precision: evaluate --positive {label} shows it first"
             if len(classes) == 2
@@ -287,9 +284,9 @@ def _class_warnings(clients: list[ClientFacts], classes: Mapping[str, int]) -> l
         )
         more = f" (and {len(rare) - 1} more classes under 5 %)" if len(rare) > 1 else ""
         found.append(
-            f"Class {quoted(label)} is rare{more}: {_share(share)} of all rows, from "
-            f"{_share(rates[lowest])} at {lowest} to {_share(rates[highest])} at {highest}. A model that "
-            f"never finds it has an accuracy of {_share(1 - share)}, so look at {better}."
+            f"Class {quoted(label)} is rare{more}: {_share(rate.share)} of all rows, from {lowest} to "
+            f"{highest}. A model that never finds it has an accuracy of {_share(1 - rate.share)}, so look "
+            f"at {better}."
         )
     lacking: dict[tuple[str, ...], list[str]] = {}
     for client in clients:

@@ -262,10 +262,16 @@ class Tables:
             )
             for matrix, rows in zip(matrices, splits, strict=True)
         )
-        classes, columns = preprocessing.labels.array, preprocessing.feature_names
-        target = preprocessing.labels.target
-        facts = (tuple(self.summaries), classes, columns, target, None, preprocessing.vectors)
-        return FederatedDataset(train, validation, test, *facts)
+        return FederatedDataset(
+            train,
+            validation,
+            test,
+            tuple(self.summaries),
+            preprocessing.labels.array,
+            preprocessing.feature_names,
+            preprocessing.labels.target,
+            vectors=preprocessing.vectors,
+        )
 
     def persons(self, preprocessing: Preprocessing, column: str) -> torch.Tensor:
         """Return the person of each training row as a number, ``(N,)``, in the order of the loaded rows.
@@ -583,13 +589,11 @@ def read_rows(
         path, file.header, label_needed=label_needed, vectors=file.vectors
     )
     label, client = preprocessing.labels.name, preprocessing.client_column
-    texts = {c.name for c in preprocessing.used if c.role == "category"}
-    as_written = (
-        (client, *ids) if preprocessing.labels.scaling is not None else (label, client, *ids)
-    )
-    texts |= {name for name in as_written if name in file.header}
     named = {name for name in (label, client, *ids) if name in file.header}
-    file.read({*texts, *named, *(column.name for column in preprocessing.used)}, texts)
+    texts = named | preprocessing.text_columns({})
+    if preprocessing.labels.scaling is not None and label not in ids:
+        texts.discard(label)
+    file.read({*named, *(column.name for column in preprocessing.used)}, texts)
     encoded = _encoded(file, preprocessing)
     labels, clients = None, None
     unknown: list[str] = []
@@ -613,7 +617,6 @@ def read_rows(
 
 def _encoded(file: TableFile, preprocessing: Preprocessing) -> EncodedRows:
     """Encode the rows of a file, after reading the columns that are not kept yet."""
-    used = preprocessing.used
-    texts = {c.name for c in used if c.needs_text(file.columns.get(c.name))}
-    file.read({column.name for column in used}, texts)
+    used = {column.name for column in preprocessing.used}
+    file.read(used, preprocessing.text_columns(file.columns))
     return preprocessing.encode(file.path, file.columns, file.rows)

@@ -542,6 +542,10 @@ class Preprocessing:
         entries = {column.name for column in self.used if column.vector and column.role == "number"}
         return tuple(j for j, name in enumerate(self.feature_names) if name in entries)
 
+    def text_columns(self, kept: Mapping[str, ColumnValues]) -> set[str]:
+        """Return the columns that must be read as text, in spite of the values that are kept."""
+        return {c.name for c in self.used if c.needs_text(kept.get(c.name))}
+
     def check_header(
         self,
         path: Path | str,
