@@ -40,6 +40,7 @@ from fedgmm.data.inputs import (
     checked_rows,
     column_names,
     encode_clients,
+    encode_labels,
     is_missing,
     numeric,
     order_columns,
@@ -54,9 +55,6 @@ _ROWS_AT_ONCE = 250_000  # that are shuffled together, or those of one client
 
 Task = Literal["auto", "classification", "regression"]
 TASKS: tuple[str, ...] = get_args(Task)
-_MOST_FRACTIONS = 20  # different numbers such as 0.5 that may be classes
-_SURELY_CLASSES = 100  # different whole numbers that may be classes, however few rows there are
-_MOST_CLASSES = 1000  # different whole numbers that may be classes, however many rows there are
 
 
 @dataclass(frozen=True)
@@ -155,25 +153,18 @@ class LabelledRows:
             return self
         wanted = torch.zeros(len(self.names), dtype=torch.bool, device=self.device)
         wanted[clients] = True
-        here = wanted[self.codes]
-        inputs, labels = taken(self.inputs, here), self.labels[here]
-        if self.features_are_inputs:
-            names = tuple(self.names[code] for code in clients.tolist())
-            codes = (wanted.cumsum(0) - 1)[self.codes[here]]
-            weights = None if self.weights is None else self.weights[here]
-            features = _features_of(inputs, codes, names, weights)
-        else:
-            features = self.features.select(clients)
-        return replace(self, features=features, inputs=inputs, labels=labels)
+        kept = self.keep(wanted[self.codes])
+        return replace(kept, features=kept.features.select(clients))
 
     def keep(self, wanted: Tensor) -> LabelledRows:
         """Return a copy of the rows where ``wanted`` ``(N,)`` is true; the clients stay the same."""
-        return replace(
-            self,
-            features=self.features.keep(wanted),
-            inputs=taken(self.inputs, wanted),
-            labels=taken(self.labels, wanted),
-        )
+        inputs, labels = taken(self.inputs, wanted), taken(self.labels, wanted)
+        if self.features_are_inputs:
+            weights = None if self.weights is None else self.weights[wanted]
+            features = _features_of(inputs, taken(self.codes, wanted), self.names, weights)
+        else:
+            features = self.features.keep(wanted)
+        return replace(self, features=features, inputs=inputs, labels=labels)
 
     def join(self, other: LabelledRows) -> LabelledRows:
         """Return these rows and other rows of the same clients; features must be the inputs."""
@@ -402,12 +393,9 @@ class FederatedDataset:
         weights: NDArray[np.float64] | None = None,
     ) -> FederatedDataset:
         check_choice("task", task, TASKS)
-        if (codes == NO_CLIENT).any():
-            row = int(np.argmax(codes == NO_CLIENT))
-            raise ValueError(f"Row {row} has no client (its id is missing).")
-        classes, encoded = _encode_labels(labels, codes, names, task)
         flat = inputs.reshape(len(inputs), -1)
         checked_rows([_as_float(flat)], codes, names, columns)
+        classes, encoded = encode_labels(labels, codes, names, task)
         seen = flat if features is None else numeric(features, "features")
         if len(seen) != len(inputs) or seen.ndim != 2:
             raise ValueError(f"features must be ({len(inputs)}, d'), got shape {seen.shape}.")
@@ -527,72 +515,6 @@ def scaling_of_numbers(rows: LabelledRows) -> Scaling:
     share = weights / weights.sum()
     mean = (share * rows.labels).sum()
     return scaling_of(mean, (share * (rows.labels - mean).square()).sum())
-
-
-def looks_continuous(values: NDArray[Any], rows: int) -> bool:
-    """Return whether distinct labels look like measurements rather than classes.
-
-    Truth values, dates and texts are always classes, unless all texts are numbers and some of them
-    fractions. So are up to 20 fractions, such as 0.5, and whole numbers of which there are at most 100,
-    or at most 1000 with four rows each on average. ``values`` ``(K,)`` are the distinct labels of rows.
-    """
-    if values.dtype.kind == "O" and all(type(value) in (int, float) for value in values.tolist()):
-        values = values.astype(np.float64)
-    if values.dtype.kind in "UO" and all(isinstance(value, str) for value in values.tolist()):
-        try:
-            numbers = values.astype(np.float64)
-        except ValueError:
-            return False
-        return bool((numbers != np.floor(numbers)).any()) and len(numbers) > _MOST_FRACTIONS
-    if values.dtype.kind not in "fiu":
-        return False
-    if values.dtype.kind == "f" and (values != np.floor(values)).any():
-        return len(values) > _MOST_FRACTIONS
-    return len(values) > max(_SURELY_CLASSES, min(rows // 4, _MOST_CLASSES))
-
-
-def _encode_labels(
-    labels: NDArray[Any], codes: NDArray[np.int64], names: Sequence[Hashable], task: Task
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the sorted classes, and the class index of each label; numbers have no classes."""
-    if task == "regression":
-        try:
-            if labels.dtype.kind not in "fiuOU":
-                raise ValueError(f"it is of type {labels.dtype}")
-            labels = labels.astype(np.float64)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"y must hold numbers for task='regression': {error}; use task='classification' for "
-                "labels."
-            ) from None
-    if labels.dtype.kind == "f":
-        bad = ~np.isfinite(labels)
-    elif labels.dtype.kind == "O":
-        bad = np.array([is_missing(label) for label in labels.tolist()], dtype=bool)
-    else:
-        bad = labels != labels  # NaT, the missing date, differs from itself
-    if bad.any():
-        row = int(np.argmax(bad))
-        raise ValueError(
-            f"y contains NaN or a missing label: client {names[codes[row]]!r}, row {row}."
-        )
-    if task == "regression":
-        return np.empty(0), labels
-    try:
-        classes, encoded = np.unique(labels, return_inverse=True)
-    except TypeError:
-        kinds = sorted({type(label).__name__ for label in labels.tolist()})
-        raise ValueError(
-            f"y holds labels of types that cannot be sorted together ({', '.join(kinds)}); use one type."
-        ) from None
-    if task == "auto" and looks_continuous(classes, len(labels)):
-        raise ValueError(
-            f"y looks continuous: it has {len(classes):,} different numbers in "
-            f"{counted(len(labels), 'row')}, such as {classes[0]} and {classes[1]}. Pass "
-            "task='regression' to predict numbers, or task='classification' to make every number a "
-            "class."
-        )
-    return classes, encoded.astype(np.int64)
 
 
 def split_rows(

@@ -26,7 +26,8 @@ from fedgmm.core.checks import (
 )
 from fedgmm.core.moments import Scaling
 from fedgmm.core.scratch import as_bytes, gathered, row_blocks, where
-from fedgmm.data.dataset import TASKS, looks_continuous
+from fedgmm.data.dataset import TASKS
+from fedgmm.data.inputs import looks_continuous
 from fedgmm.data.tables.columns import (
     PLAIN,
     TRUTH,
