@@ -308,13 +308,8 @@ class FederatedDataset:
             if (codes != NO_CLIENT).all():
                 present, codes = np.unique(codes, return_inverse=True)
                 names = [names[code] for code in present]
-        found = cls._build(
-            inputs, labels, codes, names, features, task, split, seed, column_names(X), weights
-        )
-        if people is None:
-            return found
-        own = split_rows(codes, client_keys(names), split, seed)[0]
-        return replace(found, persons=torch.from_numpy(people[own]))
+        rows = inputs, labels, codes, names, features
+        return cls._build(*rows, task, split, seed, column_names(X), weights, people)
 
     @classmethod
     def from_clients(
@@ -391,6 +386,7 @@ class FederatedDataset:
         seed: int,
         columns: tuple[str, ...] | None,
         weights: NDArray[np.float64] | None = None,
+        people: NDArray[np.int64] | None = None,
     ) -> FederatedDataset:
         check_choice("task", task, TASKS)
         flat = inputs.reshape(len(inputs), -1)
@@ -403,7 +399,8 @@ class FederatedDataset:
             checked_rows([_as_float(seen)], codes, names)
         splits = []
         with _beside(inputs):
-            for rows in split_rows(codes, client_keys(names), split, seed):
+            parts = split_rows(codes, client_keys(names), split, seed)
+            for rows in parts:
                 own = gathered(inputs, rows)
                 shared = own.reshape(len(own), flat.shape[1])
                 matrix = _as_float(shared if features is None else gathered(seen, rows))
@@ -414,7 +411,8 @@ class FederatedDataset:
                 splits.append(LabelledRows(found, *labelled, features is None))
         train, validation, test = splits
         target = scaling_of_numbers(train) if task == "regression" else None
-        return cls(train, validation, test, tuple(names), classes, columns, target)
+        persons = None if people is None else torch.from_numpy(people[parts[0]])
+        return cls(train, validation, test, tuple(names), classes, columns, target, persons)
 
     @property
     def task(self) -> Literal["classification", "regression"]:

@@ -322,12 +322,8 @@ def checked_rows(
 ) -> ClientRows:
     """Return stacked rows after a check that all values can be squared in precision ``dtype``.
 
-    Args:
-        matrices: ``(n_k, d)``; together ``N`` rows.
-        codes: the client of each row, ``(N,)``.
-        names: the clients.
-        column_names: for error messages, which name the client and the column of a bad value.
-        dtype: the precision.
+    ``matrices`` are ``(n_k, d)``, together ``N`` rows, and ``codes`` their clients ``(N,)``. An error names
+    the client and the column of a bad value.
     """
     if (codes == NO_CLIENT).any():
         row = int(np.argmax(codes == NO_CLIENT))

@@ -411,10 +411,7 @@ def agree_on_kinds(
 ) -> dict[str, ClientSummary]:
     """Return summaries in which a column that is text for one client is text for all, if possible.
 
-    Args:
-        summaries: the summary of each client, as each read its own rows.
-        options: how tables are read.
-        read_as_text: returns new summaries of clients that read the named columns as categories.
+    ``read_as_text`` returns new summaries of clients that read the named columns as categories.
     """
     wanted = columns_to_read_as_text(summaries, options)
     found = {**summaries, **(read_as_text(wanted) if wanted else {})}

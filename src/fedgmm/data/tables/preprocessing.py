@@ -176,12 +176,9 @@ class Labels:
 
     @classmethod
     def agreed(cls, name: str, counts: Iterable[Mapping[str, int]], task: str = "auto") -> Labels:
-        """Return the union of all clients' labels.
+        """Return the union of all clients' labels; the task ``"auto"`` raises for measurements.
 
-        Args:
-            name: name of the column.
-            counts: for each client, how often each label occurs, as it is written.
-            task: as in :class:`TableOptions`; ``"auto"`` raises for measurements.
+        ``counts`` are, for each client, how often each label occurs, as it is written.
         """
         counts = list(counts)
         read = as_classes(text for own in counts for text in own)
@@ -557,11 +554,7 @@ class Preprocessing:
     ) -> list[str]:
         """Return notes about columns of a file that are absent, or unknown and therefore ignored.
 
-        Args:
-            path: the file, for errors.
-            names: its columns.
-            label_needed: whether the label must be there.
-            vectors: its columns of vectors, of which ``names`` has every entry.
+        ``names`` are its columns, with every entry of its columns of ``vectors``.
         """
         here = set(names)
         known = {column.name for column in self.columns}
