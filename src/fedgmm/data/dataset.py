@@ -46,7 +46,7 @@ from fedgmm.data.inputs import (
     order_columns,
     row_weights,
 )
-from fedgmm.wording import counted
+from fedgmm.wording import counted, first_few
 
 SPLITS = ("train", "validation", "test")
 PAPER_SPLIT = (0.6, 0.2, 0.2)
@@ -478,12 +478,9 @@ class FederatedDataset:
             mean, scale = float(self.target.mean), float(self.target.scale)
             labels = f"numbers  to predict: mean {mean:.4g}, standard deviation {scale:.4g}"
         else:
-            listing = ", ".join(map(str, self.classes[:10].tolist()))
-            more = ", …" if len(self.classes) > 10 else ""
-            labels = f"classes  {len(self.classes)}: {listing}{more}"
-        shown = ", ".join(repr(name) for name in self.names[:4]) + (
-            ", …" if len(self.names) > 4 else ""
-        )
+            listing = first_few(map(str, self.classes.tolist()), 10)
+            labels = f"classes  {len(self.classes)}: {listing}"
+        shown = first_few(map(repr, self.names), 4)
         return (
             f"FederatedDataset: {counted(len(self.names), 'client')} ({shown})\n"
             f"  rows     {int(rows.sum())} (train {int(rows[0].sum())}, validation {int(rows[1].sum())}, "

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedgmm.core.checks import given_array
 from fedgmm.data.federated import ClientRows, client_rows
-from fedgmm.wording import counted
+from fedgmm.wording import counted, first_few
 
 NO_CLIENT = -1
 """Code of a row without a client."""
@@ -124,7 +124,7 @@ def order_columns(rows: Any, expected: Sequence[str] | None, what: str) -> Any:
 def column_order(names: Sequence[str], expected: Sequence[str], what: str) -> list[int]:
     """Return the position in ``names`` of each expected name; see :func:`order_columns`."""
     problems = [
-        f"{text} {', '.join(map(repr, found[:10]))}{', …' if len(found) > 10 else ''}"
+        f"{text} {first_few(map(repr, found), 10)}"
         for text, found in (
             ("lacks", [name for name in expected if name not in names]),
             ("has unknown columns:", [name for name in names if name not in expected]),
@@ -365,9 +365,7 @@ def codes_of_known_clients(clients: Any, rows: int, known: Sequence[Hashable]) -
         codes, names = encode_clients(clients, rows)
     unknown = [name for name in names if name not in position]
     if unknown:
-        shown = ", ".join(repr(name) for name in list(known)[:5]) + (
-            ", …" if len(known) > 5 else ""
-        )
+        shown = first_few(map(repr, known), 5)
         raise ValueError(
             f"Unknown client {unknown[0]!r}: the model knows {counted(len(known), 'client')} ({shown}). "
             "To use the weights of the whole federation, omit the client, or set "

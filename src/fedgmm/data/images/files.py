@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from fedgmm.core.checks import check_choice
 from fedgmm.files import write_atomically
-from fedgmm.wording import counted
+from fedgmm.wording import counted, first_few
 
 ImageName = Literal["mnist", "cifar10", "cifar100", "femnist"]
 IMAGE_NAMES: tuple[str, ...] = get_args(ImageName)
@@ -227,14 +227,14 @@ class ImageData:
         shape = "×".join(map(str, self.images.shape[1:]))
         lines = [
             f"ImageData {self.name}: {counted(len(self), 'image')} of {shape} bytes",
-            f"  classes  {len(self.class_names)}: {_few(self.class_names)}",
+            f"  classes  {len(self.class_names)}: {first_few(self.class_names, 10)}",
         ]
         if self.coarse is not None:
             lines.append(
                 f"  coarse   {counted(len(np.unique(self.coarse)), 'superclass', 'superclasses')}"
             )
         if self.writer_names is not None:
-            lines.append(f"  writers  {len(self.writer_names)}: {_few(self.writer_names)}")
+            lines.append(f"  writers  {len(self.writer_names)}: {first_few(self.writer_names, 10)}")
         return "\n".join(lines)
 
 
@@ -596,7 +596,3 @@ def _missing(path: Path) -> MissingFileError:
 def _damaged(path: Path, problem: str) -> DamagedFileError:
     """Return the error of a file that is not valid; :func:`load_images` adds how to get it."""
     return DamagedFileError(f"{path} is damaged: {problem}; delete it and")
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + (", …" if len(names) > 10 else "")

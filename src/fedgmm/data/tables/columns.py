@@ -55,6 +55,13 @@ _NUMBER_OR_DATE = (
 LARGEST = 1e140
 """Largest number in training; squares of larger ones could overflow and spoil the whole column."""
 
+_TEXTS = (  # old programs store text as bytes
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_string_view,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+)
 _MICROSECONDS_PER_DAY = 86_400e6
 _MOST_PLACES = 9  # after the point; 2^31 has ten digits
 _NO_NUMBER = -(2**31)
@@ -250,7 +257,7 @@ def stored_kind(kind: pa.DataType) -> Kind | None:
         "boolean": types.is_boolean(kind),
         "number": types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind),
         "date": types.is_temporal(kind) and not types.is_interval(kind),
-        "text": types.is_string(kind),
+        "text": any(holds(kind) for holds in _TEXTS),
     }
     return next((name for name, fits in found.items() if fits), None)
 

@@ -31,12 +31,6 @@ _OTHER_TEXT = (".txt", ".dat", ".data", ".txt.gz", ".dat.gz", ".data.gz")
 """Endings of text files that are read if they are named, but not looked for in folders."""
 
 _BATCH_ROWS = 16_384  # of a Parquet file, where it is not read at once
-_STORED_TEXT = (  # old programs store text as bytes
-    pa.types.is_large_string,
-    pa.types.is_string_view,
-    pa.types.is_binary,
-    pa.types.is_large_binary,
-)
 
 Place = tuple[str, int | None]
 """The name of a column in a file and, for a column of vectors, an entry."""
@@ -242,8 +236,6 @@ class TableFile:
             del table  # each column is released after it is converted
             for place, name in enumerate(wanted):
                 values = columns.pop()
-                if any(holds(values.type) for holds in _STORED_TEXT):
-                    values = values.cast(pa.string())
                 kind = stored_kind(values.type)
                 if kind is None:
                     shown = quoted(str(values.type))[1:-1]

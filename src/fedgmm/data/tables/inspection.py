@@ -18,7 +18,7 @@ from fedgmm.data.tables.errors import joined, listed, quoted
 from fedgmm.data.tables.loading import Tables
 from fedgmm.data.tables.preprocessing import Column, Labels, as_classes
 from fedgmm.data.tables.summaries import ClientSummary
-from fedgmm.wording import counted
+from fedgmm.wording import counted, first_few, percent
 
 _FEW_ROWS = 20
 _FAR = 1.0  # standard deviations
@@ -187,8 +187,7 @@ def _column(column: Column, summaries: Mapping[str, ClientSummary], rows: int) -
         case "date":
             detail = f"days, deviation {column.scale:.4g}"
         case "category":
-            shown = ", ".join(quoted(category)[1:-1] for category in column.categories[:6])
-            detail = shown + (", …" if len(column.categories) > 6 else "")
+            detail = first_few((quoted(category)[1:-1] for category in column.categories), 6)
         case _:
             detail = column.reason
     share = missing / max(rows, 1)
@@ -223,30 +222,28 @@ def _warnings(
     summaries: Mapping[str, ClientSummary],
     classes: Mapping[str, int],
 ) -> list[str]:
-    used = [facts.name for facts in columns if facts.role != "ignored"]
+    used = [facts for facts in columns if facts.role != "ignored"]
     # warnings about all clients come first, because callers may show only the first few
     sparse = [
         f"{quoted(facts.name)} ({100 * facts.missing:.0f} %)"
-        for facts in columns
-        if facts.name in used and facts.missing > _MANY_MISSING
+        for facts in used
+        if facts.missing > _MANY_MISSING
     ]
     found = [f"Columns that lack many of their values: {joined(sparse)}."] if sparse else []
     found += _class_warnings(clients, classes)
     few = [f"{c.name} ({c.rows})" for c in clients if c.rows < _FEW_ROWS]
     if few:
         found.append(f"Fewer than {_FEW_ROWS} rows: {joined(few)}; their figures will be noisy.")
-    for facts in columns:
-        column = facts.name
-        entry = f"{column}_0" if facts.role == "vector" else column
+    for facts in used:
+        entry = f"{facts.name}_0" if facts.role == "vector" else facts.name
         without = [
             c.name
             for c in clients
-            if column in used
-            and entry in summaries[c.name].columns
+            if entry in summaries[c.name].columns
             and summaries[c.name].columns[entry].missing >= c.rows
         ]
         if without:
-            found.append(f"Column {quoted(column)} has no value at {joined(without)}.")
+            found.append(f"Column {quoted(facts.name)} has no value at {joined(without)}.")
     far = [
         f"{c.name} in {quoted(c.farthest_column[0])} ({c.farthest_column[1]:+.1f})"
         for c in clients
@@ -275,7 +272,7 @@ def _class_warnings(clients: list[ClientFacts], classes: Mapping[str, int]) -> l
         label = min(rare, key=lambda name: (classes[name], name))
         rate = _base_rate(label, clients, classes)
         lowest, highest = (
-            f"{_share(share)} at {name}" for name, share in (rate.lowest, rate.highest)
+            f"{percent(share)} at {name}" for name, share in (rate.lowest, rate.highest)
         )
         better = (
             f"average precision: evaluate --positive {label} shows it first"
@@ -284,8 +281,8 @@ def _class_warnings(clients: list[ClientFacts], classes: Mapping[str, int]) -> l
         )
         more = f" (and {len(rare) - 1} more classes under 5 %)" if len(rare) > 1 else ""
         found.append(
-            f"Class {quoted(label)} is rare{more}: {_share(rate.share)} of all rows, from {lowest} to "
-            f"{highest}. A model that never finds it has an accuracy of {_share(1 - rate.share)}, so look "
+            f"Class {quoted(label)} is rare{more}: {percent(rate.share)} of all rows, from {lowest} to "
+            f"{highest}. A model that never finds it has an accuracy of {percent(1 - rate.share)}, so look "
             f"at {better}."
         )
     lacking: dict[tuple[str, ...], list[str]] = {}
@@ -295,8 +292,7 @@ def _class_warnings(clients: list[ClientFacts], classes: Mapping[str, int]) -> l
             lacking.setdefault(absent, []).append(client.name)
     if len(lacking) <= _MOST_GROUPS:
         found += [
-            f"No row of class {', '.join(map(quoted, absent[:3]))}{', …' * (len(absent) > 3)}: "
-            f"{joined(names)}."
+            f"No row of class {first_few(map(quoted, absent), 3)}: {joined(names)}."
             for absent, names in lacking.items()
         ]
     else:
@@ -350,7 +346,3 @@ def _looks_like_id(name: str, numbers: list[FloatArray]) -> bool:
         if (part != np.floor(part)).any() or len(np.unique(part)) < len(part):
             return False
     return bool(_ID_NAME.search(name)) or all((np.diff(part) == 1).all() for part in numbers)
-
-
-def _share(value: float) -> str:
-    return f"{100 * value:.1f} %"

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from fedgmm.data.tables.columns import (
 )
 from fedgmm.data.tables.errors import TableError, ValueKindError, listed, quoted, similar_name
 from fedgmm.data.tables.summaries import look_like_names
+from fedgmm.wording import first_few
 
 Role = Literal["number", "date", "category", "ignored"]
 
@@ -581,8 +582,8 @@ class Preprocessing:
             raise TableError(
                 path,
                 f"{'columns are' if many else 'a column is'} missing that the model needs: "
-                f"{', '.join(map(quoted, needed[:8]))}{', …' if len(needed) > 8 else ''}{near}; correct "
-                "the header, or give a file with all columns of training.",
+                f"{first_few(map(quoted, needed), 8)}{near}; correct the header, or give a file with all "
+                "columns of training.",
             )
         if label_needed and self.labels.name not in here:
             raise TableError(path, f"the label column {quoted(self.labels.name)} is missing.")
@@ -628,7 +629,7 @@ class Preprocessing:
             for column in record["columns"]
         )
         for column in columns:
-            if column.role not in ("number", "date", "category", "ignored") or not (
+            if column.role not in get_args(Role) or not (
                 math.isfinite(column.mean) and 0 < column.scale < math.inf
             ):
                 raise ValueError(f"the preprocessing of column {column.name!r} is not valid")
