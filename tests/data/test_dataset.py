@@ -105,8 +105,9 @@ def test_a_large_client_is_split_by_the_ranks_of_its_draws(rows, ends, draw, in_
         patch.setattr(scratch, "_SMALLEST", 100)
         patch.setattr(scratch, "_COMMON_FILE", 4096)
         patch.setattr(scratch, "_SORTED_AT_ONCE", 70)
-        parts = [part for _, part in dataset._parts_of_client(seed, key, rows, (first, last))]
-    np.testing.assert_array_equal(np.concatenate(parts), expected)
+        part = np.empty(rows, dtype=np.int8)
+        dataset._split_client(part, seed, key, (first, last))
+    np.testing.assert_array_equal(part, expected)
 
 
 @pytest.mark.parametrize("draw", [row_uniforms, rounded])

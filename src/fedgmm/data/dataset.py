@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -538,47 +538,34 @@ def split_rows(
     validation = np.minimum(np.round((split[0] + split[1]) * counts).astype(np.int64), counts)
     training = np.minimum(training, counts)  # a client without rows
     validation = np.maximum(training, validation)
-    found = [
-        empty(int(size.sum()), np.int64)
-        for size in (training, validation - training, counts - validation)
-    ]
-    filled = [0, 0, 0]
-
-    def add(rows: NDArray[np.int64], part: NDArray[np.int8]) -> None:
-        for k in range(3):
-            own = rows[part == k]
-            found[k][filled[k] : filled[k] + len(own)] = own
-            filled[k] += len(own)
-
-    order = stable_order(codes, len(keys))  # the rows of a client keep their order
+    part = empty(len(codes), np.int8)  # the split of each row, client after client
     ends = np.cumsum(counts)
     for begin, end in _client_groups(counts):
-        of_group = counts[begin:end]
-        rows = order[ends[begin] - counts[begin] : ends[end - 1]]
-        if end - begin == 1 and len(rows) > _ROWS_AT_ONCE:
-            shares = (int(training[begin]), int(validation[begin]))
-            for place, part in _parts_of_client(seed, keys[begin], len(rows), shares):
-                add(rows[place], part)
+        own = part[ends[begin] - counts[begin] : ends[end - 1]]
+        if end - begin == 1 and len(own) > _ROWS_AT_ONCE:
+            _split_client(own, seed, keys[begin], (int(training[begin]), int(validation[begin])))
             continue
-        starts = np.cumsum(of_group) - of_group
-        positions = np.arange(len(rows)) - np.repeat(starts, of_group)
-        draws = row_uniforms(seed, _SPLIT_STREAM, np.repeat(keys[begin:end], of_group), positions)
-        mixed = np.lexsort((draws, codes[rows]))
-        part = np.empty(len(rows), dtype=np.int8)
-        part[mixed] = positions >= np.repeat(training[begin:end], of_group)
-        part[mixed] += positions >= np.repeat(validation[begin:end], of_group)
-        add(rows, part)
-    return found
+        of_group = counts[begin:end]
+        clients = np.repeat(np.arange(begin, end), of_group)
+        positions = np.arange(len(own)) - np.repeat(np.cumsum(of_group) - of_group, of_group)
+        mixed = np.lexsort((row_uniforms(seed, _SPLIT_STREAM, keys[clients], positions), clients))
+        own[mixed] = positions >= training[clients]
+        own[mixed] += positions >= validation[clients]
+    order = stable_order(codes, len(keys))  # the rows of a client keep their order
+
+    def rows_of(number: int) -> NDArray[np.int64]:
+        return gathered(order, where(lambda place: part[place] == number, len(part)))
+
+    return [rows_of(number) for number in range(3)]
 
 
-def _parts_of_client(
-    seed: int, key: np.uint64, rows: int, ends: tuple[int, int]
-) -> Iterator[tuple[slice, NDArray[np.int8]]]:
-    """Yield runs of a large client's rows and their splits, without an index of all of them.
+def _split_client(part: NDArray[np.int8], seed: int, key: np.uint64, ends: tuple[int, int]) -> None:
+    """Write the splits of a large client's rows into ``part`` ``(n,)``, without an index of all rows.
 
     The rows with the smallest draws are for training, up to ``ends[0]`` rows, and those up to ``ends[1]``
     for validation. Of equal draws the first is the smallest.
     """
+    rows = len(part)
     draws = empty(rows, np.float64)
     for place in row_blocks(rows):
         positions = np.arange(place.start, place.stop)
@@ -593,10 +580,9 @@ def _parts_of_client(
     bounds = [ranked_at(end) for end in ends if end < rows]
     for place in row_blocks(rows):
         own, positions = draws[place], np.arange(place.start, place.stop)
-        part = np.zeros(len(own), dtype=np.int8)
+        part[place] = 0
         for draw, position in bounds:
-            part += (own > draw) | ((own == draw) & (positions >= position))
-        yield place, part
+            part[place] += (own > draw) | ((own == draw) & (positions >= position))
 
 
 def _client_groups(counts: NDArray[np.int64]) -> list[tuple[int, int]]:
