@@ -176,24 +176,6 @@ def _client(
     )
 
 
-def _column(column: Column, summaries: Mapping[str, ClientSummary], rows: int) -> ColumnFacts:
-    missing = sum(
-        own.columns[column.name].missing if column.name in own.columns else own.rows
-        for own in summaries.values()
-    )
-    match column.role:
-        case "number":
-            detail = f"mean {column.mean:.4g}, deviation {column.scale:.4g}"
-        case "date":
-            detail = f"days, deviation {column.scale:.4g}"
-        case "category":
-            detail = first_few((quoted(category)[1:-1] for category in column.categories), 6)
-        case _:
-            detail = column.reason
-    share = missing / max(rows, 1)
-    return ColumnFacts(column.name, column.role, share, len(column.outputs), detail)
-
-
 def _column_facts(
     columns: list[Column], summaries: Mapping[str, ClientSummary], rows: int
 ) -> list[ColumnFacts]:
@@ -201,12 +183,25 @@ def _column_facts(
     lengths = Counter(column.vector for column in columns)
     found: dict[str, ColumnFacts] = {}
     for column in columns:
-        facts, name = _column(column, summaries, rows), column.vector
-        if name:  # a missing vector lacks all of its entries, so any entry gives the share
-            outputs = facts.outputs + (found[name].outputs if name in found else 0)
+        missing = sum(
+            own.columns[column.name].missing if column.name in own.columns else own.rows
+            for own in summaries.values()
+        )
+        name, role, outputs = column.name, str(column.role), len(column.outputs)
+        match column.role:
+            case "number":
+                detail = f"mean {column.mean:.4g}, deviation {column.scale:.4g}"
+            case "date":
+                detail = f"days, deviation {column.scale:.4g}"
+            case "category":
+                detail = first_few((quoted(category)[1:-1] for category in column.categories), 6)
+            case _:
+                detail = column.reason
+        if column.vector:  # a missing vector lacks all of its entries, so any entry gives the share
+            name = column.vector
+            outputs += found[name].outputs if name in found else 0
             role, detail = "vector" if outputs else "ignored", counted(lengths[name], "number")
-            facts = ColumnFacts(name, role, facts.missing, outputs, detail)
-        found[facts.name] = facts
+        found[name] = ColumnFacts(name, role, missing / max(rows, 1), outputs, detail)
     return list(found.values())
 
 
