@@ -299,9 +299,10 @@ def test_selected_clients_keep_their_rows(rng, kind):
         assert torch.equal(torch.cat(rows.features.chunks), expected)
 
 
-def test_selected_clients_share_the_memory_of_features_and_inputs(rng):
+def test_selected_rows_share_the_memory_of_features_and_inputs(rng):
     data = federation(rng)
-    for rows in (data.train, data.select(["oslo", "kiev"]).train):
+    kept = data.train.keep(data.train.labels == 0)
+    for rows in (data.train, data.select(["oslo", "kiev"]).train, kept):
         assert rows.features.chunks[0].data_ptr() == rows.inputs.data_ptr()
 
 

@@ -154,12 +154,16 @@ class LabelledRows:
         wanted = torch.zeros(len(self.names), dtype=torch.bool, device=self.device)
         wanted[clients] = True
         kept = self.keep(wanted[self.codes])
-        return replace(kept, features=kept.features.select(clients))
+        features = kept.features.select(clients)
+        if self.features_are_inputs:
+            features = _features_of(kept.inputs, features.codes, features.names, features.weights)
+        return replace(kept, features=features)
 
     def keep(self, wanted: Tensor) -> LabelledRows:
         """Return a copy of the rows where ``wanted`` ``(N,)`` is true; the clients stay the same."""
         inputs, labels = taken(self.inputs, wanted), taken(self.labels, wanted)
-        if self.features_are_inputs:
+        # the features of bytes may be floats
+        if self.features_are_inputs and self.features.chunks[0].dtype == inputs.dtype:
             weights = None if self.weights is None else self.weights[wanted]
             features = _features_of(inputs, taken(self.codes, wanted), self.names, weights)
         else:
