@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -75,38 +78,55 @@ def test_large_federations_are_split_and_shuffled_in_groups(rng, monkeypatch):
         np.testing.assert_array_equal(again.shuffled(4, 2, 1), order)
 
 
+def rounded(*args):
+    """Return draws of which many are equal."""
+    return np.floor(16 * row_uniforms(*args)) / 16
+
+
 @given(
     rows=st.integers(1, 400),
     ends=st.tuples(st.integers(0, 400), st.integers(0, 400)),
-    bins=st.sampled_from([1, 3, 1000]),
+    draw=st.sampled_from([row_uniforms, rounded]),
+    in_file=st.booleans(),
     seed=st.integers(0, 3),
 )
-def test_a_large_client_is_split_without_sorting_its_draws(rows, ends, bins, seed):
+def test_a_large_client_is_split_by_the_ranks_of_its_draws(rows, ends, draw, in_file, seed):
     first, last = sorted(min(end, rows) for end in ends)
     key = client_keys(["oslo"])[0]
-    order = np.argsort(
-        row_uniforms(seed, dataset._SPLIT_STREAM, key, np.arange(rows)), kind="stable"
-    )
+    order = np.argsort(draw(seed, dataset._SPLIT_STREAM, key, np.arange(rows)), kind="stable")
     expected = np.empty(rows, dtype=int)
     expected[order] = (np.arange(rows) >= first).astype(int) + (np.arange(rows) >= last)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dataset, "_DRAW_BINS", bins)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        scratch.scratch(tempfile.gettempdir() if in_file else None),
+    ):
+        patch.setattr(dataset, "row_uniforms", draw)
         patch.setattr(scratch, "_BLOCK_ROWS", 50)
-        parts = [part for _, part in dataset._parts_of_client(seed, key, rows, (first, last))]
-    np.testing.assert_array_equal(np.concatenate(parts), expected)
+        patch.setattr(scratch, "_SMALLEST", 100)
+        patch.setattr(scratch, "_COMMON_FILE", 4096)
+        patch.setattr(scratch, "_SORTED_AT_ONCE", 70)
+        part = np.empty(rows, dtype=np.int8)
+        dataset._split_client(part, seed, key, (first, last))
+    np.testing.assert_array_equal(part, expected)
 
 
-@pytest.mark.parametrize("free", [1, 8, 40])
-def test_a_large_client_in_a_file_is_shuffled_like_one_in_memory(tmp_path, monkeypatch, free):
-    key, rows, first = client_keys(["oslo"])[0], 3000, 12
-    draws = row_uniforms(3, 5, key, np.arange(rows))
-    words = (draws * 2.0**free).astype(np.int64) << first | np.arange(rows)
+@pytest.mark.parametrize("draw", [row_uniforms, rounded])
+def test_large_clients_in_a_file_are_shuffled_like_those_in_memory(
+    rng, tmp_path, monkeypatch, draw
+):
+    ids = np.repeat([0, 1, 2], [3000, 2900, 100])
+    monkeypatch.setattr(dataset, "row_uniforms", draw)
+    rows = FederatedDataset.from_arrays(np.zeros((6000, 1)), ids % 2, ids, split=(1, 0, 0)).train
+    expected = rows.shuffled(3, 2, 1)
+    np.testing.assert_array_equal(np.sort(expected), np.arange(6000))
+    for name in ("_BLOCK_ROWS", "_SORTED_AT_ONCE"):
+        monkeypatch.setattr(scratch, name, 700)
     monkeypatch.setattr(dataset, "_ROWS_AT_ONCE", 500)
-    monkeypatch.setattr(scratch, "_BLOCK_ROWS", 700)
-    out = np.empty(rows, dtype=np.int64)
     with scratch.scratch(tmp_path):
-        dataset._shuffle_client(out, 3, 5, key, first, free)
-    np.testing.assert_array_equal(out, np.argsort(words))
+        labels = torch.from_numpy(scratch.copied(rows.labels.numpy()))
+    order = replace(rows, labels=labels).shuffled(3, 2, 1)
+    assert folder_of(order) == tmp_path
+    np.testing.assert_array_equal(order, expected)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -279,9 +299,10 @@ def test_selected_clients_keep_their_rows(rng, kind):
         assert torch.equal(torch.cat(rows.features.chunks), expected)
 
 
-def test_selected_clients_share_the_memory_of_features_and_inputs(rng):
+def test_selected_rows_share_the_memory_of_features_and_inputs(rng):
     data = federation(rng)
-    for rows in (data.train, data.select(["oslo", "kiev"]).train):
+    kept = data.train.keep(data.train.labels == 0)
+    for rows in (data.train, data.select(["oslo", "kiev"]).train, kept):
         assert rows.features.chunks[0].data_ptr() == rows.inputs.data_ptr()
 
 

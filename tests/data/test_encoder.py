@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sklearn import decomposition
 from torch.nn import functional
 
@@ -16,7 +16,7 @@ from fedgmm.data.embeddings import (
     federated_pca,
     with_features,
 )
-from fedgmm.data.encoders import PixelEncoder, ResNet18Encoder, encoder
+from fedgmm.data.encoders import NetworkEncoder, PixelEncoder, ResNet18Encoder, encoder
 from fedgmm.nets.backbones import ResNet18, WeightsError
 from fedgmm.training.local import train
 
@@ -34,15 +34,21 @@ def cached(images, own, cache=None):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A data folder with weights that only a test may use."""
-    home = tmp_path_factory.mktemp("data")
-    (home / "weights").mkdir()
+def module():
+    """A network with weights that only a test may use."""
     torch.manual_seed(5)
-    module = ResNet18(None)
+    module = ResNet18(None).eval()
     for name, value in module.state_dict().items():
         if name.endswith(("running_mean", "bn2.bias")):
             value.normal_(std=0.2)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(module, tmp_path_factory):
+    """A data folder with its weights."""
+    home = tmp_path_factory.mktemp("data")
+    (home / "weights").mkdir()
     save_file(module.state_dict(), home / "weights" / "resnet18_imagenet.safetensors")
     return home
 
@@ -69,11 +75,7 @@ def test_pixels_are_scaled_to_one(rng):
     assert rows[0, 0] == 1.0
 
 
-def by_hand(weights, images, size, antialias=False):
-    from safetensors.torch import load_file
-
-    module = ResNet18(None).eval()
-    module.load_state_dict(load_file(weights))
+def by_hand(module, images, size, antialias=False):
     mean = torch.tensor([0.485, 0.456, 0.406]).reshape(3, 1, 1)
     deviation = torch.tensor([0.229, 0.224, 0.225]).reshape(3, 1, 1)
     x = torch.from_numpy(images).float() / 255
@@ -82,18 +84,18 @@ def by_hand(weights, images, size, antialias=False):
         return module((x - mean) / deviation).numpy()
 
 
-def test_resnet_sees_resized_and_normalised_images(rng, resnet, weights):
+def test_resnet_sees_resized_and_normalised_images(rng, resnet, module):
     images = bytes_of(rng, size=12)
     rows = encode(resnet, images)
     assert rows.shape == (10, 512)
     assert rows.dtype == np.float32
-    np.testing.assert_allclose(rows, by_hand(weights, images, 32), atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(rows, by_hand(module, images, 32), atol=1e-4, rtol=1e-4)
     assert rows.std(0).max() > 0.01  # the images differ, and the rows show it
 
 
-def test_images_that_shrink_are_smoothed(rng, resnet, weights):
+def test_images_that_shrink_are_smoothed(rng, resnet, module):
     images = bytes_of(rng, n=2, size=100)
-    expected = by_hand(weights, images, 32, antialias=True)
+    expected = by_hand(module, images, 32, antialias=True)
     np.testing.assert_allclose(encode(resnet, images), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -102,18 +104,20 @@ def test_grey_images_count_as_three_equal_channels(rng, resnet):
     np.testing.assert_array_equal(encode(resnet, grey), encode(resnet, np.repeat(grey, 3, axis=1)))
 
 
-def test_batches_and_company_do_not_matter(rng, resnet, weights):
+def test_batches_and_company_do_not_matter(rng, resnet, module):
     images = bytes_of(rng)
     rows = encode(resnet, images)
     np.testing.assert_allclose(rows[7:8], encode(resnet, images[7:8]), atol=1e-4, rtol=1e-4)
-    at_once = encode(ResNet18Encoder(weights, size=32, device="cpu", batch_size=10), images)
-    np.testing.assert_allclose(rows, at_once, atol=1e-4, rtol=1e-4)
+    usual = NetworkEncoder(module, "resnet18", size=32, device="cpu")
+    assert usual.batch_size == 64
+    np.testing.assert_allclose(rows, encode(usual, images), atol=1e-4, rtol=1e-4)
     np.testing.assert_array_equal(rows, encode(resnet, images))  # frozen: no statistic has moved
 
 
-def test_bfloat16_is_near(rng, resnet, weights):
-    images = bytes_of(rng, n=4)
-    half = encode(ResNet18Encoder(weights, size=32, device="cpu", dtype="bfloat16"), images)
+def test_bfloat16_is_near(rng, resnet, module):
+    images = bytes_of(rng, n=2)
+    own = NetworkEncoder(module, "resnet18", size=32, device="cpu", dtype="bfloat16")
+    half = encode(own, images)
     full = encode(resnet, images)
     assert half.dtype == np.float32
     assert 0 < np.abs(half - full).max() < 0.1 * np.abs(full).max()
@@ -124,16 +128,19 @@ def test_no_images_give_no_rows(resnet):
 
 
 def test_the_name_depends_on_weights_size_and_precision(weights, resnet, tmp_path):
-    save_file(ResNet18(None).state_dict(), tmp_path / "other.safetensors")
-    others = [
-        ResNet18Encoder(weights, size=33, device="cpu"),
-        ResNet18Encoder(weights, size=32, device="cpu", dtype="bfloat16"),
-        ResNet18Encoder(tmp_path / "other.safetensors", size=32, device="cpu"),
+    one_changed = load_file(weights)
+    one_changed["bn1.bias"] += 1e-3
+    save_file(one_changed, tmp_path / "other.safetensors")
+    other = ResNet18Encoder(tmp_path / "other.safetensors", size=32, device="cpu")
+    assert other.name.split()[:-1] == resnet.name.split()[:-1] == ["resnet18", "32px", "float32"]
+    assert other.name != resnet.name
+    settings = ({}, {"size": 33}, {"dtype": "bfloat16"}, {"batch_size": 9})
+    names = [
+        NetworkEncoder(torch.nn.Identity(), "resnet18 5f", device="cpu", **own).name
+        for own in settings
     ]
-    assert len({resnet.name, *(other.name for other in others)}) == 4
-    assert ResNet18Encoder(weights, size=32, device="cpu", batch_size=9).name == resnet.name
-    usual = ResNet18Encoder(weights, size=32, device="cpu")
-    assert (usual.batch_size, usual.name) == (64, resnet.name)
+    assert len(set(names)) == 3
+    assert names[3] == names[0]
 
 
 @pytest.mark.parametrize(
@@ -154,11 +161,10 @@ def test_two_channels_are_refused(rng, resnet):
 # ---------------------------------------------------------------------- encoders by name
 
 
-def test_encoders_by_name(folder, monkeypatch):
+def test_encoders_by_name(folder, resnet, monkeypatch):
     assert encoder("pixels").name == "pixels"
-    given = encoder("resnet18", folder, size=32, device="cpu")
     monkeypatch.setenv("FEDGMM_DATA", str(folder))
-    assert encoder("resnet18", size=32, device="cpu").name == given.name
+    assert encoder("resnet18", size=32, device="cpu").name == resnet.name
     with pytest.raises(ValueError, match="vgg"):
         encoder("vgg")
 
@@ -292,17 +298,17 @@ def pixels(rows):
     return rows.inputs.numpy().reshape(len(rows), -1).astype(np.float64) / 255
 
 
-@pytest.mark.parametrize("whiten", [False, True])
-def test_features_are_the_pca_of_the_pooled_training_rows(rng, whiten):
+def test_features_are_the_scaled_pca_of_the_pooled_training_rows(rng):
     data = cameras(rng)
-    encoded = encode_federation(data, PixelEncoder(), components=5, whiten=whiten)
-    pooled = decomposition.PCA(5, whiten=whiten, svd_solver="full").fit(pixels(data.train))
+    encoded = encode_federation(data, PixelEncoder(), components=5)
+    pooled = decomposition.PCA(5, svd_solver="full").fit(pixels(data.train))
     signs = np.sign((pooled.components_ * encoded.feature_map.pca.components.numpy()).sum(1))
     for name in SPLITS:
         rows = encoded.dataset.split(name)
         assert seen(rows).dtype == np.float32
         assert not rows.features_are_inputs
         expected = pooled.transform(pixels(data.split(name))) * signs
+        expected /= np.sqrt(pooled.explained_variance_[0])
         np.testing.assert_allclose(seen(rows), expected, atol=1e-5)
         # the learners see what they saw, and rows are whose they were
         assert torch.equal(rows.inputs, data.split(name).inputs)
@@ -314,15 +320,6 @@ def test_features_are_the_pca_of_the_pooled_training_rows(rng, whiten):
 def test_48_features_are_the_default(rng):
     data = cameras(rng, sizes=(60, 60), size=8)
     assert encode_federation(data, PixelEncoder()).dataset.train.features.columns == 48
-
-
-def test_scaled_features_keep_their_proportions(rng):
-    data = cameras(rng)
-    plain = seen(encode_federation(data, PixelEncoder(), components=5).dataset.train)
-    scaled = seen(encode_federation(data, PixelEncoder(), components=5, scale=True).dataset.train)
-    np.testing.assert_allclose(scaled * plain[:, 0].std(ddof=1), plain, rtol=1e-4, atol=1e-6)
-    assert scaled[:, 0].std(ddof=1) == pytest.approx(1, rel=1e-5)
-    assert scaled[:, 4].std(ddof=1) < 0.9
 
 
 def test_clients_sums_are_enough(rng):
@@ -378,8 +375,8 @@ def test_unseen_clients_get_the_features_of_those_who_trained(rng):
 
 
 def test_resnet_features_train_a_model(rng, resnet, tmp_path):
-    data = cameras(rng, size=8)
-    encoded = encode_federation(data, resnet, components=3, scale=True, cache=tmp_path)
+    data = cameras(rng, sizes=(12, 1, 7, 12), size=8)
+    encoded = encode_federation(data, resnet, components=3, cache=tmp_path)
     model = train(
         encoded.dataset,
         "fedgmm",

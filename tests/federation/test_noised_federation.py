@@ -10,7 +10,6 @@ from scipy.stats import kstest
 
 from fedgmm import fit, load, train
 from fedgmm.data.tables.loading import read_tables
-from fedgmm.data.tables.persons import training_persons
 from fedgmm.federation import private, site
 from fedgmm.federation.masking import noise_share
 from fedgmm.federation.messages import Message
@@ -243,7 +242,7 @@ def test_without_noise_it_is_the_run_of_one_process(
     assert {one.unit for one in own.entries()} == {unit}
     assert own.spent(unit, budget.delta) == pytest.approx(50.0)
     tables = read_tables(files_with_patients, job.table)
-    persons = training_persons(tables, job.preprocessing, "patient")
+    persons = tables.persons(job.preprocessing, "patient")
     dataset = replace(tables.load(job.preprocessing), persons=persons)
     alone = train(dataset, options=job.options, privacy=replace(budget, bounds=(-1.0, 1.0)))
     learners = federated.prediction.learners

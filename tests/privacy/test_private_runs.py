@@ -13,7 +13,6 @@ from fedgmm import Privacy, fit, load, open_run
 from fedgmm.cli import app
 from fedgmm.data.tables.agreement import declared
 from fedgmm.data.tables.loading import read_tables
-from fedgmm.data.tables.persons import training_persons
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.privacy.settings import PrivacyError
 from fedgmm.runs.config import config_from, read_config
@@ -121,7 +120,7 @@ def test_rows_belong_to_the_persons_of_the_files(visits):
     options = TableOptions("sick", id=("patient",))
     tables = read_tables([str(visits / "*.csv")], options)
     preprocessing = declared(["patient", "age", "sick"], options, (0, 110), privacy)
-    persons = training_persons(tables, preprocessing, "patient")
+    persons = tables.persons(preprocessing, "patient")
     dataset = tables.load(preprocessing)
     assert len(persons) == len(dataset.train)
     lines = [line.split(",") for file in sorted(visits.iterdir()) for line in file.open()]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -22,16 +21,17 @@ from fedgmm.core.randomness import client_keys, row_uniforms
 from fedgmm.core.scratch import (
     blocks_in,
     counts_of,
-    dealt,
     empty,
     empty_beside,
     folder_of,
     gathered,
+    ordered,
     row_blocks,
     scratch,
     stable_order,
     taken,
     touched,
+    where,
 )
 from fedgmm.data.federated import ClientRows, client_rows
 from fedgmm.data.inputs import (
@@ -40,24 +40,21 @@ from fedgmm.data.inputs import (
     checked_rows,
     column_names,
     encode_clients,
+    encode_labels,
     is_missing,
     numeric,
     order_columns,
     row_weights,
 )
-from fedgmm.wording import counted
+from fedgmm.wording import counted, first_few
 
 SPLITS = ("train", "validation", "test")
 PAPER_SPLIT = (0.6, 0.2, 0.2)
 _SPLIT_STREAM, _SHUFFLE_STREAM = 101, 211
 _ROWS_AT_ONCE = 250_000  # that are shuffled together, or those of one client
-_DRAW_BINS = 65_536  # of a histogram of random draws
 
 Task = Literal["auto", "classification", "regression"]
 TASKS: tuple[str, ...] = get_args(Task)
-_MOST_FRACTIONS = 20  # different numbers such as 0.5 that may be classes
-_SURELY_CLASSES = 100  # different whole numbers that may be classes, however few rows there are
-_MOST_CLASSES = 1000  # different whole numbers that may be classes, however many rows there are
 
 
 @dataclass(frozen=True)
@@ -124,22 +121,30 @@ class LabelledRows:
         # the same number in every federation, so that other clients do not change the order
         largest = int(self.codes.max()) if len(self) else 0
         free = min(40, 63 - first - largest.bit_length())
-        out = empty_beside(self.labels, (len(self),), torch.int64)
+
+        def words(place: slice) -> NDArray[np.int64]:
+            codes, positions = self.codes[place].cpu().numpy(), self.features.positions_at(place)
+            draws = row_uniforms(seed, stream, self.features.keys[codes], positions)
+            found = codes << (first + free) | positions
+            found |= (draws * 2.0**free).astype(np.int64) << first
+            return np.asarray(found)
+
+        out, folder = empty_beside(self.labels, (len(self),), torch.int64), folder_of(self.labels)
         for begin, end in _client_groups(self.features.rows_per_client.cpu().numpy()):
             place = slice(int(self.offsets[begin]), int(self.offsets[end]))
             rows = place.stop - place.start
-            if end - begin == 1 and rows > _ROWS_AT_ONCE and folder_of(self.labels) is not None:
-                with scratch(folder_of(self.labels)):
-                    key = self.features.keys[begin]
-                    _shuffle_client(out[place].numpy(), seed, stream, key, first, free)
-                out[place] += place.start
-                continue
-            codes, positions = self.codes[place].cpu().numpy(), self.features.positions_at(place)
-            draws = row_uniforms(seed, stream, self.features.keys[codes], positions)
-            words = codes << (first + free) | positions
-            words |= (draws * 2.0**free).astype(np.int64) << first
-            # three times as fast as NumPy
-            out[place] = torch.from_numpy(words).to(self.device).argsort() + place.start
+            if end - begin == 1 and rows > _ROWS_AT_ONCE and folder is not None:
+                with scratch(folder):
+                    ranked = empty(rows, np.int64)
+                    for at in row_blocks(rows):
+                        ranked[at] = words(slice(place.start + at.start, place.start + at.stop))
+                    ranked = ordered(ranked)
+                for at in row_blocks(rows):
+                    positions = ranked[at] & ((1 << first) - 1)
+                    out[place][at] = torch.from_numpy(positions) + place.start
+            else:  # three times as fast as NumPy
+                order = torch.from_numpy(words(place)).to(self.device).argsort()
+                out[place] = order + place.start
         return out
 
     def select(self, clients: Tensor) -> LabelledRows:
@@ -148,25 +153,22 @@ class LabelledRows:
             return self
         wanted = torch.zeros(len(self.names), dtype=torch.bool, device=self.device)
         wanted[clients] = True
-        here = wanted[self.codes]
-        inputs, labels = taken(self.inputs, here), self.labels[here]
+        kept = self.keep(wanted[self.codes])
+        features = kept.features.select(clients)
         if self.features_are_inputs:
-            names = tuple(self.names[code] for code in clients.tolist())
-            codes = (wanted.cumsum(0) - 1)[self.codes[here]]
-            weights = None if self.weights is None else self.weights[here]
-            features = _features_of(inputs, codes, names, weights)
-        else:
-            features = self.features.select(clients)
-        return replace(self, features=features, inputs=inputs, labels=labels)
+            features = _features_of(kept.inputs, features.codes, features.names, features.weights)
+        return replace(kept, features=features)
 
     def keep(self, wanted: Tensor) -> LabelledRows:
         """Return a copy of the rows where ``wanted`` ``(N,)`` is true; the clients stay the same."""
-        return replace(
-            self,
-            features=self.features.keep(wanted),
-            inputs=taken(self.inputs, wanted),
-            labels=taken(self.labels, wanted),
-        )
+        inputs, labels = taken(self.inputs, wanted), taken(self.labels, wanted)
+        # the features of bytes may be floats
+        if self.features_are_inputs and self.features.chunks[0].dtype == inputs.dtype:
+            weights = None if self.weights is None else self.weights[wanted]
+            features = _features_of(inputs, taken(self.codes, wanted), self.names, weights)
+        else:
+            features = self.features.keep(wanted)
+        return replace(self, features=features, inputs=inputs, labels=labels)
 
     def join(self, other: LabelledRows) -> LabelledRows:
         """Return these rows and other rows of the same clients; features must be the inputs."""
@@ -310,13 +312,8 @@ class FederatedDataset:
             if (codes != NO_CLIENT).all():
                 present, codes = np.unique(codes, return_inverse=True)
                 names = [names[code] for code in present]
-        found = cls._build(
-            inputs, labels, codes, names, features, task, split, seed, column_names(X), weights
-        )
-        if people is None:
-            return found
-        own = split_rows(codes, client_keys(names), split, seed)[0]
-        return replace(found, persons=torch.from_numpy(people[own]))
+        rows = inputs, labels, codes, names, features
+        return cls._build(*rows, task, split, seed, column_names(X), weights, people)
 
     @classmethod
     def from_clients(
@@ -393,14 +390,12 @@ class FederatedDataset:
         seed: int,
         columns: tuple[str, ...] | None,
         weights: NDArray[np.float64] | None = None,
+        people: NDArray[np.int64] | None = None,
     ) -> FederatedDataset:
         check_choice("task", task, TASKS)
-        if (codes == NO_CLIENT).any():
-            row = int(np.argmax(codes == NO_CLIENT))
-            raise ValueError(f"Row {row} has no client (its id is missing).")
-        classes, encoded = _encode_labels(labels, codes, names, task)
         flat = inputs.reshape(len(inputs), -1)
         checked_rows([_as_float(flat)], codes, names, columns)
+        classes, encoded = encode_labels(labels, codes, names, task)
         seen = flat if features is None else numeric(features, "features")
         if len(seen) != len(inputs) or seen.ndim != 2:
             raise ValueError(f"features must be ({len(inputs)}, d'), got shape {seen.shape}.")
@@ -408,7 +403,8 @@ class FederatedDataset:
             checked_rows([_as_float(seen)], codes, names)
         splits = []
         with _beside(inputs):
-            for rows in split_rows(codes, client_keys(names), split, seed):
+            parts = split_rows(codes, client_keys(names), split, seed)
+            for rows in parts:
                 own = gathered(inputs, rows)
                 shared = own.reshape(len(own), flat.shape[1])
                 matrix = _as_float(shared if features is None else gathered(seen, rows))
@@ -419,7 +415,8 @@ class FederatedDataset:
                 splits.append(LabelledRows(found, *labelled, features is None))
         train, validation, test = splits
         target = scaling_of_numbers(train) if task == "regression" else None
-        return cls(train, validation, test, tuple(names), classes, columns, target)
+        persons = None if people is None else torch.from_numpy(people[parts[0]])
+        return cls(train, validation, test, tuple(names), classes, columns, target, persons)
 
     @property
     def task(self) -> Literal["classification", "regression"]:
@@ -485,12 +482,9 @@ class FederatedDataset:
             mean, scale = float(self.target.mean), float(self.target.scale)
             labels = f"numbers  to predict: mean {mean:.4g}, standard deviation {scale:.4g}"
         else:
-            listing = ", ".join(map(str, self.classes[:10].tolist()))
-            more = ", …" if len(self.classes) > 10 else ""
-            labels = f"classes  {len(self.classes)}: {listing}{more}"
-        shown = ", ".join(repr(name) for name in self.names[:4]) + (
-            ", …" if len(self.names) > 4 else ""
-        )
+            listing = first_few(map(str, self.classes.tolist()), 10)
+            labels = f"classes  {len(self.classes)}: {listing}"
+        shown = first_few(map(repr, self.names), 4)
         return (
             f"FederatedDataset: {counted(len(self.names), 'client')} ({shown})\n"
             f"  rows     {int(rows.sum())} (train {int(rows[0].sum())}, validation {int(rows[1].sum())}, "
@@ -522,72 +516,6 @@ def scaling_of_numbers(rows: LabelledRows) -> Scaling:
     return scaling_of(mean, (share * (rows.labels - mean).square()).sum())
 
 
-def looks_continuous(values: NDArray[Any], rows: int) -> bool:
-    """Return whether distinct labels look like measurements rather than classes.
-
-    Truth values, dates and texts are always classes, unless all texts are numbers and some of them
-    fractions. So are up to 20 fractions, such as 0.5, and whole numbers of which there are at most 100,
-    or at most 1000 with four rows each on average. ``values`` ``(K,)`` are the distinct labels of rows.
-    """
-    if values.dtype.kind == "O" and all(type(value) in (int, float) for value in values.tolist()):
-        values = values.astype(np.float64)
-    if values.dtype.kind in "UO" and all(isinstance(value, str) for value in values.tolist()):
-        try:
-            numbers = values.astype(np.float64)
-        except ValueError:
-            return False
-        return bool((numbers != np.floor(numbers)).any()) and len(numbers) > _MOST_FRACTIONS
-    if values.dtype.kind not in "fiu":
-        return False
-    if values.dtype.kind == "f" and (values != np.floor(values)).any():
-        return len(values) > _MOST_FRACTIONS
-    return len(values) > max(_SURELY_CLASSES, min(rows // 4, _MOST_CLASSES))
-
-
-def _encode_labels(
-    labels: NDArray[Any], codes: NDArray[np.int64], names: Sequence[Hashable], task: Task
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the sorted classes, and the class index of each label; numbers have no classes."""
-    if task == "regression":
-        try:
-            if labels.dtype.kind not in "fiuOU":
-                raise ValueError(f"it is of type {labels.dtype}")
-            labels = labels.astype(np.float64)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"y must hold numbers for task='regression': {error}; use task='classification' for "
-                "labels."
-            ) from None
-    if labels.dtype.kind == "f":
-        bad = ~np.isfinite(labels)
-    elif labels.dtype.kind == "O":
-        bad = np.array([is_missing(label) for label in labels.tolist()], dtype=bool)
-    else:
-        bad = labels != labels  # NaT, the missing date, differs from itself
-    if bad.any():
-        row = int(np.argmax(bad))
-        raise ValueError(
-            f"y contains NaN or a missing label: client {names[codes[row]]!r}, row {row}."
-        )
-    if task == "regression":
-        return np.empty(0), labels
-    try:
-        classes, encoded = np.unique(labels, return_inverse=True)
-    except TypeError:
-        kinds = sorted({type(label).__name__ for label in labels.tolist()})
-        raise ValueError(
-            f"y holds labels of types that cannot be sorted together ({', '.join(kinds)}); use one type."
-        ) from None
-    if task == "auto" and looks_continuous(classes, len(labels)):
-        raise ValueError(
-            f"y looks continuous: it has {len(classes):,} different numbers in "
-            f"{counted(len(labels), 'row')}, such as {classes[0]} and {classes[1]}. Pass "
-            "task='regression' to predict numbers, or task='classification' to make every number a "
-            "class."
-        )
-    return classes, encoded.astype(np.int64)
-
-
 def split_rows(
     codes: NDArray[np.int64], keys: NDArray[np.uint64], split: Sequence[float], seed: int
 ) -> list[NDArray[np.int64]]:
@@ -614,98 +542,51 @@ def split_rows(
     validation = np.minimum(np.round((split[0] + split[1]) * counts).astype(np.int64), counts)
     training = np.minimum(training, counts)  # a client without rows
     validation = np.maximum(training, validation)
-    found = [
-        empty(int(size.sum()), np.int64)
-        for size in (training, validation - training, counts - validation)
-    ]
-    filled = [0, 0, 0]
-
-    def add(rows: NDArray[np.int64], part: NDArray[np.int8]) -> None:
-        for k in range(3):
-            own = rows[part == k]
-            found[k][filled[k] : filled[k] + len(own)] = own
-            filled[k] += len(own)
-
-    order = stable_order(codes, len(keys))  # the rows of a client keep their order
+    part = empty(len(codes), np.int8)  # the split of each row, client after client
     ends = np.cumsum(counts)
     for begin, end in _client_groups(counts):
-        of_group = counts[begin:end]
-        rows = order[ends[begin] - counts[begin] : ends[end - 1]]
-        if end - begin == 1 and len(rows) > _ROWS_AT_ONCE:
-            shares = (int(training[begin]), int(validation[begin]))
-            for place, part in _parts_of_client(seed, keys[begin], len(rows), shares):
-                add(rows[place], part)
+        own = part[ends[begin] - counts[begin] : ends[end - 1]]
+        if end - begin == 1 and len(own) > _ROWS_AT_ONCE:
+            _split_client(own, seed, keys[begin], (int(training[begin]), int(validation[begin])))
             continue
-        starts = np.cumsum(of_group) - of_group
-        positions = np.arange(len(rows)) - np.repeat(starts, of_group)
-        draws = row_uniforms(seed, _SPLIT_STREAM, np.repeat(keys[begin:end], of_group), positions)
-        mixed = np.lexsort((draws, codes[rows]))
-        part = np.empty(len(rows), dtype=np.int8)
-        part[mixed] = positions >= np.repeat(training[begin:end], of_group)
-        part[mixed] += positions >= np.repeat(validation[begin:end], of_group)
-        add(rows, part)
-    return found
+        of_group = counts[begin:end]
+        clients = np.repeat(np.arange(begin, end), of_group)
+        positions = np.arange(len(own)) - np.repeat(np.cumsum(of_group) - of_group, of_group)
+        mixed = np.lexsort((row_uniforms(seed, _SPLIT_STREAM, keys[clients], positions), clients))
+        own[mixed] = positions >= training[clients]
+        own[mixed] += positions >= validation[clients]
+    order = stable_order(codes, len(keys))  # the rows of a client keep their order
+
+    def rows_of(number: int) -> NDArray[np.int64]:
+        return gathered(order, where(lambda place: part[place] == number, len(part)))
+
+    return [rows_of(number) for number in range(3)]
 
 
-def _parts_of_client(
-    seed: int, key: np.uint64, rows: int, ends: tuple[int, int]
-) -> Iterator[tuple[slice, NDArray[np.int8]]]:
-    """Yield runs of a large client's rows and their splits, without sorting all draws.
+def _split_client(part: NDArray[np.int8], seed: int, key: np.uint64, ends: tuple[int, int]) -> None:
+    """Write the splits of a large client's rows into ``part`` ``(n,)``, without an index of all rows.
 
     The rows with the smallest draws are for training, up to ``ends[0]`` rows, and those up to ``ends[1]``
-    for validation. A histogram of the draws leads to the draws at these two ranks.
+    for validation. Of equal draws the first is the smallest.
     """
+    rows = len(part)
+    draws = empty(rows, np.float64)
+    for place in row_blocks(rows):
+        positions = np.arange(place.start, place.stop)
+        draws[place] = row_uniforms(seed, _SPLIT_STREAM, np.asarray(key), positions)
+    ranked = ordered(draws)
 
-    def drawn() -> Iterator[tuple[slice, NDArray[np.int64], NDArray[np.float64]]]:
-        for place in row_blocks(rows):
-            positions = np.arange(place.start, place.stop)
-            yield place, positions, row_uniforms(seed, _SPLIT_STREAM, np.asarray(key), positions)
+    def ranked_at(end: int) -> tuple[np.float64, np.int64]:
+        draw = ranked[end]
+        equal = where(lambda place: draws[place] == draw, rows)
+        return draw, equal[end - np.searchsorted(ranked, draw)]
 
-    counts = np.zeros(_DRAW_BINS, dtype=np.int64)
-    for _, _, draws in drawn():
-        counts += np.bincount((draws * _DRAW_BINS).astype(np.int64), minlength=_DRAW_BINS)
-    last = np.cumsum(counts)
-    bins = [int(np.searchsorted(last, end, side="right")) for end in ends]
-    near: list[list[NDArray[np.float64]]] = [[], []]
-    for _, positions, draws in drawn():
-        for own, number in zip(near, bins, strict=True):
-            here = (draws * _DRAW_BINS).astype(np.int64) == number
-            own.append(np.stack([draws[here], positions[here]]))
-    bounds = []  # the first draw, and its position, that is not below a rank
-    for own, number, end in zip(near, bins, ends, strict=True):
-        draws, positions = np.concatenate(own, axis=1)
-        rank = end - (last[number - 1] if number else 0)
-        first = np.lexsort((positions, draws))[rank] if number < _DRAW_BINS else None
-        bounds.append((2.0, 0.0) if first is None else (draws[first], positions[first]))
-    for place, positions, draws in drawn():
-        part = np.zeros(len(draws), dtype=np.int8)
+    bounds = [ranked_at(end) for end in ends if end < rows]
+    for place in row_blocks(rows):
+        own, positions = draws[place], np.arange(place.start, place.stop)
+        part[place] = 0
         for draw, position in bounds:
-            part += (draws > draw) | ((draws == draw) & (positions >= position))
-        yield place, part
-
-
-def _shuffle_client(
-    out: NDArray[np.int64], seed: int, stream: int, key: np.uint64, first: int, free: int
-) -> None:
-    """Write the positions of a large client's rows in the order of their draws of ``free`` bits.
-
-    Words of draw and position, which takes ``first`` bits, are dealt to buckets in a scratch file by their
-    draws. Then each bucket is sorted in memory.
-    """
-    rows = len(out)
-    buckets = -(-2 * rows // _ROWS_AT_ONCE)
-
-    def words() -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        for place in row_blocks(rows):
-            positions = np.arange(place.start, place.stop)
-            draws = row_uniforms(seed, stream, np.asarray(key), positions) * 2.0**free
-            own = draws.astype(np.int64)
-            yield own << first | positions, own * buckets >> free
-
-    words_of_buckets, ends = dealt(words, buckets)
-    for begin, end in pairwise([0, *ends.tolist()]):
-        out[begin:end] = np.sort(words_of_buckets[begin:end]) & ((1 << first) - 1)
-        touched(16 * (end - begin))
+            part[place] += (own > draw) | ((own == draw) & (positions >= position))
 
 
 def _client_groups(counts: NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -151,18 +151,13 @@ class ClientRows:
         return out
 
     def select(self, clients: Tensor) -> ClientRows:
-        """Return a copy of the rows of some clients, given as sorted codes."""
+        """Return the rows of some clients, given as sorted codes; a copy unless no other has rows."""
         new_code = torch.full((len(self.names),), -1, dtype=torch.int64, device=self.device)
         new_code[clients] = torch.arange(len(clients), device=self.device)
         codes = new_code[self.codes]
-        chunks = []
-        for chunk, first in zip(self.chunks, self._first_rows, strict=False):
-            here = codes[first : first + len(chunk)] >= 0
-            if bool(here.any()):
-                chunks.append(chunk[here])
+        rows = self if bool((codes >= 0).all()) else self.keep(codes >= 0)
         names = tuple(self.names[code] for code in clients.tolist())
-        weights = None if self.weights is None else self.weights[codes >= 0]
-        return ClientRows(tuple(chunks), codes[codes >= 0], names, weights)
+        return replace(rows, codes=codes[codes >= 0], names=names)
 
     def keep(self, wanted: Tensor) -> ClientRows:
         """Return a copy of the rows where ``wanted`` ``(N,)`` is true; the clients stay the same."""
@@ -175,9 +170,7 @@ class ClientRows:
 
     def with_weights(self, weights: Tensor) -> ClientRows:
         """Return the rows with weights ``(N,)``, without those of weight zero and their clients."""
-        wanted = weights > 0
-        rows = self.keep(wanted)
-        rows = replace(rows, weights=weights[wanted])
+        rows = replace(self, weights=weights).keep(weights > 0)
         return rows.select(torch.nonzero(rows.rows_per_client).flatten())
 
     def to(self, device: torch.device) -> ClientRows:

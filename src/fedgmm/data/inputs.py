@@ -1,4 +1,4 @@
-"""Checks of user input: rows and client ids become stacked rows, or an error names the client."""
+"""Checks of user input: rows, labels and client ids become arrays, or an error names the client."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedgmm.core.checks import given_array
 from fedgmm.data.federated import ClientRows, client_rows
-from fedgmm.wording import counted
+from fedgmm.wording import counted, first_few
 
 NO_CLIENT = -1
 """Code of a row without a client."""
+
+_MOST_FRACTIONS = 20  # different numbers such as 0.5 that may be classes
+_SURELY_CLASSES = 100  # different whole numbers that may be classes, however few rows there are
+_MOST_CLASSES = 1000  # different whole numbers that may be classes, however many rows there are
 
 Pairs = list[tuple[Hashable, Any]]
 
@@ -120,7 +124,7 @@ def order_columns(rows: Any, expected: Sequence[str] | None, what: str) -> Any:
 def column_order(names: Sequence[str], expected: Sequence[str], what: str) -> list[int]:
     """Return the position in ``names`` of each expected name; see :func:`order_columns`."""
     problems = [
-        f"{text} {', '.join(map(repr, found[:10]))}{', …' if len(found) > 10 else ''}"
+        f"{text} {first_few(map(repr, found), 10)}"
         for text, found in (
             ("lacks", [name for name in expected if name not in names]),
             ("has unknown columns:", [name for name in names if name not in expected]),
@@ -227,6 +231,72 @@ def encode_clients(clients: ArrayLike, rows: int) -> tuple[NDArray[np.int64], li
     return np.repeat(run_codes, np.diff(np.append(starts, rows))), names
 
 
+def looks_continuous(values: NDArray[Any], rows: int) -> bool:
+    """Return whether distinct labels look like measurements rather than classes.
+
+    Truth values, dates and texts are always classes, unless all texts are numbers and some of them
+    fractions. So are up to 20 fractions, such as 0.5, and whole numbers of which there are at most 100,
+    or at most 1000 with four rows each on average. ``values`` ``(K,)`` are the distinct labels of rows.
+    """
+    if values.dtype.kind == "O" and all(type(value) in (int, float) for value in values.tolist()):
+        values = values.astype(np.float64)
+    if values.dtype.kind in "UO" and all(isinstance(value, str) for value in values.tolist()):
+        try:
+            numbers = values.astype(np.float64)
+        except ValueError:
+            return False
+        return bool((numbers != np.floor(numbers)).any()) and len(numbers) > _MOST_FRACTIONS
+    if values.dtype.kind not in "fiu":
+        return False
+    if values.dtype.kind == "f" and (values != np.floor(values)).any():
+        return len(values) > _MOST_FRACTIONS
+    return len(values) > max(_SURELY_CLASSES, min(rows // 4, _MOST_CLASSES))
+
+
+def encode_labels(
+    labels: NDArray[Any], codes: NDArray[np.int64], names: Sequence[Hashable], task: str
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the sorted classes, and the class index of each label; numbers have no classes."""
+    if task == "regression":
+        try:
+            if labels.dtype.kind not in "fiuOU":
+                raise ValueError(f"it is of type {labels.dtype}")
+            labels = labels.astype(np.float64)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"y must hold numbers for task='regression': {error}; use task='classification' for "
+                "labels."
+            ) from None
+    if labels.dtype.kind == "f":
+        bad = ~np.isfinite(labels)
+    elif labels.dtype.kind == "O":
+        bad = np.array([is_missing(label) for label in labels.tolist()], dtype=bool)
+    else:
+        bad = labels != labels  # NaT, the missing date, differs from itself
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise ValueError(
+            f"y contains NaN or a missing label: client {names[codes[row]]!r}, row {row}."
+        )
+    if task == "regression":
+        return np.empty(0), labels
+    try:
+        classes, encoded = np.unique(labels, return_inverse=True)
+    except TypeError:
+        kinds = sorted({type(label).__name__ for label in labels.tolist()})
+        raise ValueError(
+            f"y holds labels of types that cannot be sorted together ({', '.join(kinds)}); use one type."
+        ) from None
+    if task == "auto" and looks_continuous(classes, len(labels)):
+        raise ValueError(
+            f"y looks continuous: it has {len(classes):,} different numbers in "
+            f"{counted(len(labels), 'row')}, such as {classes[0]} and {classes[1]}. Pass "
+            "task='regression' to predict numbers, or task='classification' to make every number a "
+            "class."
+        )
+    return classes, encoded.astype(np.int64)
+
+
 def row_weights(sample_weight: ArrayLike, rows: int) -> NDArray[np.float64]:
     """Return the weights of ``rows`` rows, which must not be negative, nor all zero."""
     weights = given_array("sample_weight", sample_weight, (rows,))
@@ -252,18 +322,12 @@ def checked_rows(
 ) -> ClientRows:
     """Return stacked rows after a check that all values can be squared in precision ``dtype``.
 
-    Args:
-        matrices: ``(n_k, d)``; together ``N`` rows.
-        codes: the client of each row, ``(N,)``.
-        names: the clients.
-        column_names: for error messages, which name the client and the column of a bad value.
-        dtype: the precision.
+    ``matrices`` are ``(n_k, d)``, together ``N`` rows, and ``codes`` their clients ``(N,)``. An error names
+    the client and the column of a bad value.
     """
     if (codes == NO_CLIENT).any():
         row = int(np.argmax(codes == NO_CLIENT))
-        raise ValueError(
-            f"Row {row} has no client (its id is missing); give every row a client in fit."
-        )
+        raise ValueError(f"Row {row} has no client (its id is missing); give every row a client.")
     rows = client_rows(matrices, codes, names)
     largest = torch.finfo(dtype).max ** 0.5 * 1e-4
     first = 0
@@ -301,9 +365,7 @@ def codes_of_known_clients(clients: Any, rows: int, known: Sequence[Hashable]) -
         codes, names = encode_clients(clients, rows)
     unknown = [name for name in names if name not in position]
     if unknown:
-        shown = ", ".join(repr(name) for name in list(known)[:5]) + (
-            ", …" if len(known) > 5 else ""
-        )
+        shown = first_few(map(repr, known), 5)
         raise ValueError(
             f"Unknown client {unknown[0]!r}: the model knows {counted(len(known), 'client')} ({shown}). "
             "To use the weights of the whole federation, omit the client, or set "

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from scipy import stats
 from scipy.special import logsumexp
 
+from fedgmm.core.checks import check_choice
 from fedgmm.data.dataset import PAPER_SPLIT, FederatedDataset, LabelledRows
 
 FloatArray = NDArray[np.float64]
@@ -142,8 +143,7 @@ def synthetic(
         seed: seed of all draws.
     """
     for name, kind in (("distribution", distribution), ("other", other or distribution)):
-        if kind not in DISTRIBUTIONS:
-            raise ValueError(f"{name} must be one of {list(DISTRIBUTIONS)}, got {kind!r}.")
+        check_choice(name, kind, DISTRIBUTIONS)
     if not 0 <= other_clients <= clients:
         raise ValueError(f"other_clients must lie between 0 and {clients}, got {other_clients!r}.")
     generator = np.random.default_rng(seed)

@@ -288,7 +288,7 @@ def _with_components(
     check_rows(len(rows), study.features)
     sizes: list[int] = rows.features.rows_per_client.tolist()
     pca = federated_pca(torch.split(rows.inputs, sizes), study.features)
-    feature_map = FeatureMap(encoder("pixels"), pca, scale=True)
+    feature_map = FeatureMap(encoder("pixels"), pca)
     return _attach(feature_map, dataset), feature_map
 
 

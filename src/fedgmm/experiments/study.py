@@ -119,7 +119,6 @@ def encode(
             dtype=dtype,
         ),
         components=study.features,
-        scale=True,
         cache=context.cache,
         progress=context.report_encoded,
     )

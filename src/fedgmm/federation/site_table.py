@@ -14,7 +14,6 @@ from fedgmm.data.tables.columns import PLAIN, FileFormat
 from fedgmm.data.tables.errors import HeaderError, TableError, quoted
 from fedgmm.data.tables.files import Notify, TableFile, client_name, find_tables
 from fedgmm.data.tables.loading import ONE_CLIENT, ClientsFile, Tables, summarise_files
-from fedgmm.data.tables.persons import training_persons
 from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
 from fedgmm.data.tables.summaries import ClientSummary
 from fedgmm.privacy.settings import Privacy
@@ -88,7 +87,7 @@ class SiteTable:
             label_needed=options.label is not None,
             vectors=file.vectors,
         )
-        texts = {c.name for c in preprocessing.used if c.needs_text(file.columns.get(c.name))}
+        texts = preprocessing.text_columns(file.columns)
         names = set(file.header) - set(options.left_out)
         file.read(names, texts if options.label is None else {*texts, options.label})
         tables = self._tables(options)
@@ -109,7 +108,7 @@ class SiteTable:
         """Return the person of each training row, ``(N,)``, if persons are protected."""
         if privacy.unit != "person" or privacy.person is None:
             return None
-        return training_persons(self._tables(options), preprocessing, privacy.person)
+        return self._tables(options).persons(preprocessing, privacy.person)
 
     def _current_file(self, options: TableOptions) -> TableFile:
         """Return the file; one that changed on disk is read again from its header on."""

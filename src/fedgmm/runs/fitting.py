@@ -15,7 +15,6 @@ from fedgmm.data.tables.agreement import declared
 from fedgmm.data.tables.errors import listed, quoted
 from fedgmm.data.tables.files import Notify, find_tables
 from fedgmm.data.tables.loading import Tables, agreement, on_disk_if_large, read_tables
-from fedgmm.data.tables.persons import training_persons
 from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import DENSITY
@@ -263,7 +262,7 @@ def _run(
     write_json(folder.environment, {**environment(), "files": fingerprints(tables.paths)})
     persons = None
     if privacy is not None and privacy.unit == "person":
-        persons = training_persons(tables, preprocessing, str(privacy.person))
+        persons = tables.persons(preprocessing, str(privacy.person))
     dataset = replace(tables.load(preprocessing, notify), persons=persons)
     write_json(folder.preprocessing, preprocessing.record())
     seconds = {"reading": time.perf_counter() - started}

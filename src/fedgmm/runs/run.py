@@ -37,7 +37,7 @@ from fedgmm.runs.folder import (
     read_json,
     write_json,
 )
-from fedgmm.wording import counted
+from fedgmm.wording import counted, first_few
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
@@ -627,8 +627,7 @@ class FederatedRun:
         if client and len(ends) == 1:
             return ends[0]
         close = difflib.get_close_matches(client, names, 1)
-        known = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
-        hint = f"did you mean {close[0]!r}?" if close else f"known are {known}."
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {first_few(names, 8)}."
         raise ValueError(
             f"Client {client!r} is not known; {hint} A new client joins with fedgmm adapt."
         )

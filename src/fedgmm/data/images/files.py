@@ -26,7 +26,7 @@ import urllib.request
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from fedgmm.core.checks import check_choice
 from fedgmm.files import write_atomically
-from fedgmm.wording import counted
+from fedgmm.wording import counted, first_few
 
 ImageName = Literal["mnist", "cifar10", "cifar100", "femnist"]
 IMAGE_NAMES: tuple[str, ...] = get_args(ImageName)
@@ -46,9 +46,6 @@ DATA_VARIABLE = "FEDGMM_DATA"
 
 WHITE = 255
 """Largest value of a byte; inversion subtracts from it."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with a file's name, the number of bytes received so far, and the number of all bytes."""
 
 ByteArray = NDArray[np.uint8]
 IntArray = NDArray[np.int64]
@@ -230,14 +227,14 @@ class ImageData:
         shape = "×".join(map(str, self.images.shape[1:]))
         lines = [
             f"ImageData {self.name}: {counted(len(self), 'image')} of {shape} bytes",
-            f"  classes  {len(self.class_names)}: {_few(self.class_names)}",
+            f"  classes  {len(self.class_names)}: {first_few(self.class_names, 10)}",
         ]
         if self.coarse is not None:
             lines.append(
                 f"  coarse   {counted(len(np.unique(self.coarse)), 'superclass', 'superclasses')}"
             )
         if self.writer_names is not None:
-            lines.append(f"  writers  {len(self.writer_names)}: {_few(self.writer_names)}")
+            lines.append(f"  writers  {len(self.writer_names)}: {first_few(self.writer_names, 10)}")
         return "\n".join(lines)
 
 
@@ -246,7 +243,6 @@ def load_images(
     data_dir: Path | str | None = None,
     *,
     download: bool = False,
-    progress: Progress | None = None,
 ) -> ImageData:
     """Read a data set from its standard files.
 
@@ -254,7 +250,6 @@ def load_images(
         name: ``"mnist"``, ``"cifar10"``, ``"cifar100"`` or ``"femnist"``.
         data_dir: the data folder; ``None`` means the one that ``FEDGMM_DATA`` names.
         download: download missing files from their official servers first.
-        progress: called with a file's name, the bytes received so far, and all bytes.
 
     Raises:
         ImageFileError: no data folder, a failed download, or a missing or damaged file.
@@ -268,20 +263,23 @@ def load_images(
         )
     folder = Path(given).expanduser()
     if download and name in SOURCES:
-        fetch_files(name, folder, progress)
+        fetch_files(name, folder)
     readers = {
         "mnist": _read_mnist,
         "cifar10": _read_cifar10,
         "cifar100": _read_cifar100,
         "femnist": _read_femnist,
     }
-    return readers[name](folder)
+    try:
+        return readers[name](folder)
+    except (MissingFileError, DamagedFileError) as error:
+        raise type(error)(f"{error} {_HOW_TO_GET[name]}.") from None
 
 
 # ---------------------------------------------------------------------- downloads
 
 
-def fetch_files(name: str, data_dir: Path, progress: Progress | None = None) -> None:
+def fetch_files(name: str, data_dir: Path) -> None:
     """Download the files of a data set, a key of ``SOURCES``, that are missing in the data folder."""
     for source in SOURCES[name]:
         folder = data_dir / source.folder
@@ -292,7 +290,7 @@ def fetch_files(name: str, data_dir: Path, progress: Progress | None = None) -> 
         folder.mkdir(parents=True, exist_ok=True)
         if source.members:
             archive = folder / source.name
-            _fetch(source, archive, progress)
+            _fetch(source, archive)
             with tarfile.open(archive) as tar:
                 for member in tar:  # names alone, so that no path of the archive is used
                     own = Path(member.name).name
@@ -301,10 +299,10 @@ def fetch_files(name: str, data_dir: Path, progress: Progress | None = None) -> 
                         write_atomically(folder / own, content.read())
             archive.unlink()
         else:
-            _fetch(source, folder / source.name, progress)
+            _fetch(source, folder / source.name)
 
 
-def _fetch(source: Source, path: Path, progress: Progress | None) -> None:
+def _fetch(source: Source, path: Path) -> None:
     """Download to a temporary name, check the file, and only then rename it."""
     draft = path.with_name(path.name + ".part")
     digest, received = hashlib.sha256(), 0
@@ -318,8 +316,6 @@ def _fetch(source: Source, path: Path, progress: Progress | None) -> None:
                 file.write(block)
                 digest.update(block)
                 received += len(block)
-                if progress is not None:
-                    progress(source.name, received, source.size)
         if received != source.size or digest.hexdigest() != source.sha256:
             raise DownloadError(
                 f"{source.url} is not the official file ({received:,} of {source.size:,} bytes, or "
@@ -346,7 +342,7 @@ def _read_mnist(folder: Path) -> ImageData:
         _check_pixels(own, path, "mnist")
         images.append(own)
         path, own = _read_idx(folder, f"{part}-labels-idx1-ubyte", _IDX_LABELS, (rows,))
-        _check_labels(own, len(DIGITS), path, "mnist")
+        _check_labels(own, len(DIGITS), path)
         labels.append(own)
     return ImageData("mnist", np.concatenate(images)[:, None], _joined(labels), DIGITS)
 
@@ -359,24 +355,24 @@ def _read_idx(
     if not path.exists():
         path = path.with_name(f"{name}.gz")
     if not path.exists():
-        raise _missing(path, "mnist")
+        raise _missing(path)
     header = np.array([magic, *shape], dtype=">u4").tobytes()
     size = math.prod(shape)
     if path.suffix != ".gz":
-        _check_size(path, len(header) + size, "mnist")
+        _check_size(path, len(header) + size)
         content: ByteArray = np.memmap(path, dtype=np.uint8, mode="r")
     else:
         try:
             with gzip.open(path) as file:  # one more byte, to notice a longer file
                 content = np.frombuffer(file.read(len(header) + size + 1), dtype=np.uint8)
         except (OSError, EOFError, zlib.error) as error:
-            raise _damaged(path, f"it cannot be decompressed ({error})", "mnist") from None
+            raise _damaged(path, f"it cannot be decompressed ({error})") from None
     found = content[: len(header)].tobytes()
     if found != header:
         expected = f"magic number {magic:#06x} and dimensions {' × '.join(map(str, shape))}"
-        raise _damaged(path, f"its header is {found.hex()}, not {expected}", "mnist")
+        raise _damaged(path, f"its header is {found.hex()}, not {expected}")
     if len(content) != len(header) + size:
-        raise _damaged(path, f"it does not hold the {size:,} bytes of its header", "mnist")
+        raise _damaged(path, f"it does not hold the {size:,} bytes of its header")
     return path, content[len(header) :].reshape(shape)
 
 
@@ -396,15 +392,15 @@ def _read_cifar100(folder: Path) -> ImageData:
     superclasses_of = np.unique(np.stack([fine, coarse]), axis=1)[0]
     if len(np.unique(superclasses_of)) < len(superclasses_of):
         problem = "over train.bin and test.bin, a class has more than one superclass"
-        raise _damaged(own, problem, "cifar100")
+        raise _damaged(own, problem)
     path = own / "fine_label_names.txt"
     if not path.exists():
-        raise _missing(path, "cifar100")
+        raise _missing(path)
     names = tuple(path.read_text(encoding="utf-8", errors="replace").split())
     if not len(names) == len(set(names)) == 100:
         different = f"{len(set(names))} of them different"
         problem = f"it holds {counted(len(names), 'class name')}, {different}, instead of 100"
-        raise _damaged(path, problem, "cifar100")
+        raise _damaged(path, problem)
     return ImageData("cifar100", images, fine, names, coarse)
 
 
@@ -421,11 +417,11 @@ def _read_cifar(
     for file, rows in rows_of.items():
         path = folder / file
         if not path.exists():
-            raise _missing(path, name)
-        _check_size(path, rows * width, name)
+            raise _missing(path)
+        _check_size(path, rows * width)
         records = np.memmap(path, dtype=np.uint8, mode="r").reshape(rows, width)
         for byte, count in enumerate(classes):
-            _check_labels(records[:, byte], count, path, name)
+            _check_labels(records[:, byte], count, path)
         _check_pixels(records[:, len(classes) :], path, name)
         parts.append(records)
     images = np.concatenate([part[:, len(classes) :] for part in parts]).reshape(-1, *shape)
@@ -452,21 +448,21 @@ def _read_femnist_npz(path: Path) -> ImageData:
                 packed[key] for key in ("images", "labels", "writers", "writer_names")
             )
     except (OSError, ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile) as error:
-        raise _damaged(path, f"it cannot be read ({str(error).rstrip('.')})", "femnist") from None
+        raise _damaged(path, f"it cannot be read ({str(error).rstrip('.')})") from None
     except TypeError:  # a single array, which has no names
-        raise _damaged(path, "it is not an archive of named arrays", "femnist") from None
+        raise _damaged(path, "it is not an archive of named arrays") from None
     if images.dtype != np.uint8 or images.shape[1:] != (_GREY_SIDE, _GREY_SIDE):
         problem = f"its images are {images.dtype} {images.shape}, not uint8 (N, 28, 28)"
-        raise _damaged(path, problem, "femnist")
+        raise _damaged(path, problem)
     _check_pixels(images, path, "femnist")
     for key, codes in (("labels", labels), ("writers", writers)):
         if codes.dtype.kind not in "iu" or codes.shape != (len(images),):
             problem = f"its {key} must be {counted(len(images), 'integer')}, one per image"
-            raise _damaged(path, problem, "femnist")
+            raise _damaged(path, problem)
     if names.ndim != 1 or len(np.unique(names)) != len(names):
-        raise _damaged(path, "its writer_names must be distinct, one per writer", "femnist")
-    _check_labels(labels, len(FEMNIST_CLASSES), path, "femnist")
-    _check_labels(writers, len(names), path, "femnist", "writer")
+        raise _damaged(path, "its writer_names must be distinct, one per writer")
+    _check_labels(labels, len(FEMNIST_CLASSES), path)
+    _check_labels(writers, len(names), path, "writer")
     return _of_writers(images[:, None], labels, writers, map(str, names))
 
 
@@ -485,9 +481,9 @@ def _leaf_files(folder: Path) -> list[Path]:
             if any(found.values()):
                 for part, files in found.items():
                     if not files:  # one half alone would look complete
-                        raise _missing(root / part / "*.json", "femnist")
+                        raise _missing(root / part / "*.json")
                 return [path for files in found.values() for path in files]
-    raise _missing(folder / "femnist.npz or LEAF's *.json", "femnist")
+    raise _missing(folder / "femnist.npz or LEAF's *.json")
 
 
 def _read_leaf(files: Sequence[Path]) -> ImageData:
@@ -504,24 +500,24 @@ def _read_leaf(files: Sequence[Path]) -> ImageData:
             users = list(map(str, content["users"]))
             counts = list(map(operator.index, content["num_samples"]))
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise _damaged(path, f"it is not LEAF's JSON ({error})", "femnist") from None
+            raise _damaged(path, f"it is not LEAF's JSON ({error})") from None
         agree = isinstance(rows_of, dict) and sorted(users) == sorted(rows_of)
         if not agree or len(counts) != len(users):
             problem = "its users, num_samples and user_data do not agree"
-            raise _damaged(path, problem, "femnist")
+            raise _damaged(path, problem)
         for user, count in zip(users, counts, strict=True):
             if not isinstance(rows_of[user], tuple) or len(rows_of[user][0]) != count:
                 problem = f"user {user} does not have {counted(count, 'image')} with labels"
-                raise _damaged(path, problem, "femnist")
+                raise _damaged(path, problem)
             own_images, own_labels = rows_of[user]
             if not len(own_labels):
                 continue  # a user without images is not a client
-            _check_labels(own_labels, len(FEMNIST_CLASSES), path, "femnist")
+            _check_labels(own_labels, len(FEMNIST_CLASSES), path)
             images.append(own_images)
             labels.append(own_labels)
             owners += [user] * len(own_images)
     if not images:
-        raise _damaged(files[0], "it has no users with images", "femnist")
+        raise _damaged(files[0], "it has no users with images")
     names, writers = np.unique(np.array(owners), return_inverse=True)
     return _of_writers(np.concatenate(images), np.concatenate(labels), writers, names.tolist())
 
@@ -557,25 +553,25 @@ def _joined(parts: Sequence[NDArray[np.integer]]) -> IntArray:
 
 
 def _check_labels(
-    labels: NDArray[np.integer], classes: int, path: Path, name: str, what: str = "label"
+    labels: NDArray[np.integer], classes: int, path: Path, what: str = "label"
 ) -> None:
     if not len(labels) or labels.min() < 0 or labels.max() >= classes:
         found = f"{what}s {labels.min()} to {labels.max()}" if len(labels) else f"no {what}s"
-        raise _damaged(path, f"it holds {found}, not 0 to {classes - 1}", name)
+        raise _damaged(path, f"it holds {found}, not 0 to {classes - 1}")
 
 
 def _check_pixels(images: NDArray[np.uint8], path: Path, name: str) -> None:
     """Raise for bytes that cannot be images; warn if many images have a single colour."""
     rows = images.reshape(len(images), -1)
     if not len(rows):
-        raise _damaged(path, "it holds no images", name)
+        raise _damaged(path, "it holds no images")
     lowest, highest = rows.min(1), rows.max(1)
     if highest.max() == 1:
-        raise _damaged(path, f"its pixels are 0 or 1, not 0 to {WHITE}", name)
+        raise _damaged(path, f"its pixels are 0 or 1, not 0 to {WHITE}")
     empty = len(rows) - int(np.flatnonzero(highest).max(initial=-1)) - 1
     if empty:  # the disk was full while the file was written
         zeros = counted(empty, "image is", "images are")
-        raise _damaged(path, f"its last {zeros} all zeros", name)
+        raise _damaged(path, f"its last {zeros} all zeros")
     blank = lowest == highest
     if blank.sum() <= _MOST_BLANK * len(rows):
         return
@@ -586,19 +582,17 @@ def _check_pixels(images: NDArray[np.uint8], path: Path, name: str) -> None:
     )
 
 
-def _check_size(path: Path, size: int, name: str) -> None:
+def _check_size(path: Path, size: int) -> None:
     found = path.stat().st_size
     if found != size:
-        raise _damaged(path, f"it has {found:,} bytes, not {size:,}", name)
+        raise _damaged(path, f"it has {found:,} bytes, not {size:,}")
 
 
-def _missing(path: Path, name: str) -> MissingFileError:
-    return MissingFileError(f"{path} is missing; {_HOW_TO_GET[name]}.")
+def _missing(path: Path) -> MissingFileError:
+    """Return the error of a file that is not there; :func:`load_images` adds how to get it."""
+    return MissingFileError(f"{path} is missing;")
 
 
-def _damaged(path: Path, problem: str, name: str) -> DamagedFileError:
-    return DamagedFileError(f"{path} is damaged: {problem}; delete it and {_HOW_TO_GET[name]}.")
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + (", …" if len(names) > 10 else "")
+def _damaged(path: Path, problem: str) -> DamagedFileError:
+    """Return the error of a file that is not valid; :func:`load_images` adds how to get it."""
+    return DamagedFileError(f"{path} is damaged: {problem}; delete it and")

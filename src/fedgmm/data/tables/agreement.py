@@ -411,10 +411,7 @@ def agree_on_kinds(
 ) -> dict[str, ClientSummary]:
     """Return summaries in which a column that is text for one client is text for all, if possible.
 
-    Args:
-        summaries: the summary of each client, as each read its own rows.
-        options: how tables are read.
-        read_as_text: returns new summaries of clients that read the named columns as categories.
+    ``read_as_text`` returns new summaries of clients that read the named columns as categories.
     """
     wanted = columns_to_read_as_text(summaries, options)
     found = {**summaries, **(read_as_text(wanted) if wanted else {})}
@@ -474,13 +471,13 @@ def declared(
     """
     own = {options.label, options.client_column, *options.left_out}
     names = [name for name in header if name not in own]
-    by_name = bounds if isinstance(bounds, Mapping) else {}
+    by_name = bounds if isinstance(bounds, Mapping) else dict.fromkeys(names, bounds)
     for name in (*by_name, *(one for one in categories if one != options.label)):
         if name not in names:
             raise ValueError(f"There is no input column {name!r} to declare bounds or values for.")
     columns = []
     for name in names:
-        pair = by_name.get(name) if isinstance(bounds, Mapping) else bounds
+        pair = by_name.get(name)
         if name in categories:
             columns.append(Column(name, "category", categories=tuple(sorted(categories[name]))))
         elif pair is None:

@@ -23,6 +23,7 @@ from fedgmm.core.scratch import (
     row_blocks,
     scratch_file,
     touched,
+    where,
 )
 
 Kind = Literal["empty", "number", "date", "boolean", "text"]
@@ -54,6 +55,13 @@ _NUMBER_OR_DATE = (
 LARGEST = 1e140
 """Largest number in training; squares of larger ones could overflow and spoil the whole column."""
 
+_TEXTS = (  # old programs store text as bytes
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_string_view,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+)
 _MICROSECONDS_PER_DAY = 86_400e6
 _MOST_PLACES = 9  # after the point; 2^31 has ten digits
 _NO_NUMBER = -(2**31)
@@ -203,14 +211,32 @@ class ColumnValues:
         assert self.codes is not None
         return self.codes, self.texts.to_pylist()
 
-    def numbers_and_words(self) -> tuple[int, int, Counter[str]]:
-        """Return how many values are numbers or dates, how many words, and frequent words."""
+    def counts(self, rows: IntArray | None = None) -> tuple[int, IntArray]:
+        """Return how many values are missing, and how often each text occurs; ``None`` is all rows."""
         assert self.codes is not None
         counts = np.zeros(len(self.texts) + 1, dtype=np.int64)  # missing values come first
-        for place in row_blocks(len(self.codes)):
-            np.add.at(counts, self.codes[place] + 1, 1)
+        for place in row_blocks(len(self.codes if rows is None else rows)):
+            np.add.at(counts, self.codes[place if rows is None else rows[place]] + 1, 1)
+        return int(counts[0]), counts[1:]
+
+    def text_counts(self, rows: IntArray) -> tuple[int, dict[str, int]]:
+        """Return how many values of some rows are missing, and how often each of their texts occurs."""
+        missing, counts = self.counts(rows)
+        codes = np.flatnonzero(counts)
+        texts = self.texts.take(codes).to_pylist()
+        return missing, dict(zip(texts, counts[codes].tolist(), strict=True))
+
+    def present(self, rows: IntArray) -> IntArray:
+        """Return those of some rows whose texts are not missing."""
+        codes = self.codes
+        assert codes is not None
+        return gathered(rows, where(lambda place: codes[rows[place]] >= 0, len(rows)))
+
+    def numbers_and_words(self) -> tuple[int, int, Counter[str]]:
+        """Return how many values are numbers or dates, how many words, and frequent words."""
+        _, counts = self.counts()
         alike = np.asarray(pc.match_substring_regex(self.texts, _NUMBER_OR_DATE), dtype=bool)
-        words, counts = np.flatnonzero(~alike), counts[1:]
+        words = np.flatnonzero(~alike)
         most = words[np.argsort(-counts[words], kind="stable")[:_MOST_WORDS]]
         texts = self.texts.take(most).to_pylist()
         frequent = Counter(dict(zip(texts, counts[most].tolist(), strict=True)))
@@ -231,7 +257,7 @@ def stored_kind(kind: pa.DataType) -> Kind | None:
         "boolean": types.is_boolean(kind),
         "number": types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind),
         "date": types.is_temporal(kind) and not types.is_interval(kind),
-        "text": types.is_string(kind),
+        "text": any(holds(kind) for holds in _TEXTS),
     }
     return next((name for name, fits in found.items() if fits), None)
 

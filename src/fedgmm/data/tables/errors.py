@@ -7,6 +7,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from fedgmm.wording import first_few
+
 _MOST_CHARACTERS = 60
 _MOST_NAMES = 12
 _MOST_CLIENTS = 3
@@ -49,8 +51,7 @@ def quoted(value: Any) -> str:
 
 def listed(names: Sequence[str]) -> str:
     """Return the first few names for a message."""
-    shown = [quoted(name)[1:-1] for name in names[:_MOST_NAMES]]
-    return ", ".join(shown) + (", …" if len(names) > _MOST_NAMES else "")
+    return first_few((quoted(name)[1:-1] for name in names), _MOST_NAMES)
 
 
 def similar_name(name: str, names: Sequence[str]) -> str:

@@ -31,15 +31,9 @@ _OTHER_TEXT = (".txt", ".dat", ".data", ".txt.gz", ".dat.gz", ".data.gz")
 """Endings of text files that are read if they are named, but not looked for in folders."""
 
 _BATCH_ROWS = 16_384  # of a Parquet file, where it is not read at once
-_STORED_TEXT = (  # old programs store text as bytes
-    pa.types.is_large_string,
-    pa.types.is_string_view,
-    pa.types.is_binary,
-    pa.types.is_large_binary,
-)
 
-Place = Any
-"""The name of a column in a file; for an entry of a vector the name and the entry."""
+Place = tuple[str, int | None]
+"""The name of a column in a file and, for a column of vectors, an entry."""
 
 _INDEX = re.compile(r"__index_level_\d+__")  # the name that pandas gives to an unnamed index
 
@@ -160,27 +154,22 @@ class TableFile:
         self.vectors: dict[str, int] = {}
         self._dialect: Dialect | None = None
         self._state = self._current_state()
-        lowered = path.name.lower()
+        headers = {".parquet": _parquet_header, ".npz": _npz_header}
         try:
-            if lowered.endswith((".parquet", ".npz")):
-                columns = (_parquet_header if lowered.endswith(".parquet") else _npz_header)(path)
+            if path.suffix.lower() in headers:
+                columns = headers[path.suffix.lower()](path)
             else:
                 self._dialect = sniff(path, written)
                 columns = [(name, None) for name in self._dialect.header]
-        except TableError:
-            raise
         except (OSError, pa.ArrowException) as error:
             raise _unreadable(path, error) from None
         self.header: dict[str, Place] = {}
         for place, width in columns:
             name = place.removeprefix("\ufeff").strip()
+            own: dict[str, Place] = {name: (place, None)}
             if width is not None:
                 self.vectors[name] = width
-            own = (
-                {name: place}
-                if width is None
-                else {f"{name}_{j}": (place, j) for j in range(width)}
-            )
+                own = {f"{name}_{j}": (place, j) for j in range(width)}
             for one in own:
                 if one in self.header:
                     raise TableError(
@@ -204,7 +193,7 @@ class TableFile:
         for name in [name for name in self.vectors if name in names]:
             for entry in range(self.vectors.pop(name)):
                 del self.header[f"{name}_{entry}"]
-            self.header[name] = name
+            self.header[name] = (name, None)
 
     def read(
         self, names: Collection[str], as_text: Collection[str] = (), *, compact: bool = False
@@ -216,8 +205,8 @@ class TableFile:
         while many files are kept, see :class:`~fedgmm.data.tables.columns.Decimals`, but takes time.
         """
         wanted = {
-            name: raw
-            for name, raw in self.header.items()
+            name: place
+            for name, place in self.header.items()
             if name in names
             and (
                 name not in self.columns or (name in as_text and not self.columns[name].as_written)
@@ -229,13 +218,13 @@ class TableFile:
         again = [name for name in wanted if name in self.columns]
         reason = f" again: {listed(again)} is needed as text" if again else ""
         self._notify(f"reading {self.path.name}{reason}")
-        lowered = self.path.name.lower()
         try:
             if self._dialect is not None:
+                names_there = {name: place for name, (place, _) in wanted.items()}
                 missing = self.written.missing_values
-                table = parse_text(self.path, self._dialect, wanted, as_text, missing)
+                table = parse_text(self.path, self._dialect, names_there, as_text, missing)
             else:
-                load = _read_parquet if lowered.endswith(".parquet") else _read_npz
+                load = _read_npz if self.path.suffix.lower() == ".npz" else _read_parquet
                 table = load(self.path, wanted)
             if not table.num_rows:
                 raise TableError(self.path, "it has no rows.")
@@ -247,8 +236,6 @@ class TableFile:
             del table  # each column is released after it is converted
             for place, name in enumerate(wanted):
                 values = columns.pop()
-                if any(holds(values.type) for holds in _STORED_TEXT):
-                    values = values.cast(pa.string())
                 kind = stored_kind(values.type)
                 if kind is None:
                     shown = quoted(str(values.type))[1:-1]
@@ -260,8 +247,6 @@ class TableFile:
                 out = [array[place] for array in room]
                 found = column_values(values, self.written, as_text=text, out=out)
                 self.columns[name] = found.on_disk()
-        except TableError:
-            raise
         except (OSError, pa.ArrowException) as error:
             raise _unreadable(self.path, error) from None
 
@@ -342,22 +327,20 @@ def _other_lengths(path: Path, name: str, lengths: Collection[int]) -> TableErro
 def _read_parquet(path: Path, places: Mapping[str, Place]) -> pa.Table:
     from pyarrow import parquet
 
-    stored = list(dict.fromkeys(p if isinstance(p, str) else p[0] for p in places.values()))
+    # the columns in the file, and whether they hold vectors
+    stored = {column: entry is not None for column, entry in places.values()}
 
     def plain(found: pa.Table) -> pa.Table:
         # asked for "a", some versions of the reader also bring a column "a.b"
-        held = {name: _decoded(found.column(name)) for name in stored}
-        for vector in dict.fromkeys(p[0] for p in places.values() if not isinstance(p, str)):
-            held[vector] = _entries(path, vector, held[vector])
-        return pa.table(
-            {n: held[p] if isinstance(p, str) else held[p[0]][p[1]] for n, p in places.items()}
-        )
+        held: dict[str, Any] = {name: _decoded(found.column(name)) for name in stored}
+        held |= {name: _entries(path, name, held[name]) for name in stored if stored[name]}
+        return pa.table({n: held[c] if j is None else held[c][j] for n, (c, j) in places.items()})
 
     # read ahead, a file would be in memory as a whole before its last batch
     with parquet.ParquetFile(path, pre_buffer=not active()) as file:
         if not active():
-            return plain(file.read(columns=stored))
-        batches = file.iter_batches(_BATCH_ROWS, columns=stored)
+            return plain(file.read(columns=list(stored)))
+        batches = file.iter_batches(_BATCH_ROWS, columns=list(stored))
         tables = (plain(pa.Table.from_batches([batch])) for batch in batches)
         schema = plain(file.schema_arrow.empty_table()).schema
         return table_on_disk(schema, (part for table in tables for part in table.to_batches()))
@@ -415,8 +398,8 @@ def _read_npz(path: Path, places: Mapping[str, Place]) -> pa.Table:
             )
     return pa.table(
         {
-            name: _arrow(path, name, arrays[p] if isinstance(p, str) else arrays[p[0]][:, p[1]])
-            for name, p in places.items()
+            name: _arrow(path, name, arrays[c] if j is None else arrays[c][:, j])
+            for name, (c, j) in places.items()
         }
     )
 

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from fedgmm.data.tables.errors import joined, listed, quoted
 from fedgmm.data.tables.loading import Tables
 from fedgmm.data.tables.preprocessing import Column, Labels, as_classes
 from fedgmm.data.tables.summaries import ClientSummary
-from fedgmm.wording import counted
+from fedgmm.wording import counted, first_few, percent
 
 _FEW_ROWS = 20
 _FAR = 1.0  # standard deviations
@@ -138,7 +139,8 @@ def inspect_tables(tables: Tables) -> Inspection:
         *_number_warnings(tables, columns),
         *_warnings(clients, facts, summaries, of_classes),
     ]
-    rates = _base_rates(clients, of_classes)
+    shown = sorted(of_classes)[:_MOST_BASE_RATES]
+    rates = [_base_rate(label, clients, of_classes) for label in shown]
     return Inspection(clients, facts, dict(sorted(classes.items())), warnings, rates)
 
 
@@ -174,25 +176,6 @@ def _client(
     )
 
 
-def _column(column: Column, summaries: Mapping[str, ClientSummary], rows: int) -> ColumnFacts:
-    missing = sum(
-        own.columns[column.name].missing if column.name in own.columns else own.rows
-        for own in summaries.values()
-    )
-    match column.role:
-        case "number":
-            detail = f"mean {column.mean:.4g}, deviation {column.scale:.4g}"
-        case "date":
-            detail = f"days, deviation {column.scale:.4g}"
-        case "category":
-            shown = ", ".join(quoted(category)[1:-1] for category in column.categories[:6])
-            detail = shown + (", …" if len(column.categories) > 6 else "")
-        case _:
-            detail = column.reason
-    share = missing / max(rows, 1)
-    return ColumnFacts(column.name, column.role, share, len(column.outputs), detail)
-
-
 def _column_facts(
     columns: list[Column], summaries: Mapping[str, ClientSummary], rows: int
 ) -> list[ColumnFacts]:
@@ -200,25 +183,32 @@ def _column_facts(
     lengths = Counter(column.vector for column in columns)
     found: dict[str, ColumnFacts] = {}
     for column in columns:
-        facts, name = _column(column, summaries, rows), column.vector
-        if name:  # a missing vector lacks all of its entries, so any entry gives the share
-            outputs = facts.outputs + (found[name].outputs if name in found else 0)
+        missing = sum(
+            own.columns[column.name].missing if column.name in own.columns else own.rows
+            for own in summaries.values()
+        )
+        name, role, outputs = column.name, str(column.role), len(column.outputs)
+        match column.role:
+            case "number":
+                detail = f"mean {column.mean:.4g}, deviation {column.scale:.4g}"
+            case "date":
+                detail = f"days, deviation {column.scale:.4g}"
+            case "category":
+                detail = first_few((quoted(category)[1:-1] for category in column.categories), 6)
+            case _:
+                detail = column.reason
+        if column.vector:  # a missing vector lacks all of its entries, so any entry gives the share
+            name = column.vector
+            outputs += found[name].outputs if name in found else 0
             role, detail = "vector" if outputs else "ignored", counted(lengths[name], "number")
-            facts = ColumnFacts(name, role, facts.missing, outputs, detail)
-        found[facts.name] = facts
+        found[name] = ColumnFacts(name, role, missing / max(rows, 1), outputs, detail)
     return list(found.values())
 
 
-def _base_rates(clients: list[ClientFacts], classes: Mapping[str, int]) -> list[BaseRate]:
-    """Return the share of each class over all rows, and at the clients where it is extreme."""
-    total = sum(classes.values())
-    found = []
-    for label, count in sorted(classes.items())[:_MOST_BASE_RATES]:
-        rates = {c.name: c.classes.get(label, 0) / c.rows for c in clients if c.rows}
-        lowest, highest = (choose(rates, key=lambda name: rates[name]) for choose in (min, max))
-        extremes = (lowest, rates[lowest]), (highest, rates[highest])
-        found.append(BaseRate(label, count / total, *extremes))
-    return found
+def _base_rate(label: str, clients: list[ClientFacts], classes: Mapping[str, int]) -> BaseRate:
+    rates = [(c.name, c.classes.get(label, 0) / c.rows) for c in clients if c.rows]
+    lowest, highest = (choose(rates, key=itemgetter(1)) for choose in (min, max))
+    return BaseRate(label, classes[label] / sum(classes.values()), lowest, highest)
 
 
 def _warnings(
@@ -227,30 +217,28 @@ def _warnings(
     summaries: Mapping[str, ClientSummary],
     classes: Mapping[str, int],
 ) -> list[str]:
-    used = [facts.name for facts in columns if facts.role != "ignored"]
+    used = [facts for facts in columns if facts.role != "ignored"]
     # warnings about all clients come first, because callers may show only the first few
     sparse = [
         f"{quoted(facts.name)} ({100 * facts.missing:.0f} %)"
-        for facts in columns
-        if facts.name in used and facts.missing > _MANY_MISSING
+        for facts in used
+        if facts.missing > _MANY_MISSING
     ]
     found = [f"Columns that lack many of their values: {joined(sparse)}."] if sparse else []
     found += _class_warnings(clients, classes)
     few = [f"{c.name} ({c.rows})" for c in clients if c.rows < _FEW_ROWS]
     if few:
         found.append(f"Fewer than {_FEW_ROWS} rows: {joined(few)}; their figures will be noisy.")
-    for facts in columns:
-        column = facts.name
-        entry = f"{column}_0" if facts.role == "vector" else column
+    for facts in used:
+        entry = f"{facts.name}_0" if facts.role == "vector" else facts.name
         without = [
             c.name
             for c in clients
-            if column in used
-            and entry in summaries[c.name].columns
+            if entry in summaries[c.name].columns
             and summaries[c.name].columns[entry].missing >= c.rows
         ]
         if without:
-            found.append(f"Column {quoted(column)} has no value at {joined(without)}.")
+            found.append(f"Column {quoted(facts.name)} has no value at {joined(without)}.")
     far = [
         f"{c.name} in {quoted(c.farthest_column[0])} ({c.farthest_column[1]:+.1f})"
         for c in clients
@@ -277,9 +265,10 @@ def _class_warnings(clients: list[ClientFacts], classes: Mapping[str, int]) -> l
     rare = [label for label, count in classes.items() if count < few * total]
     if rare and len(classes) > 1:
         label = min(rare, key=lambda name: (classes[name], name))
-        share = classes[label] / total
-        rates = {c.name: c.classes.get(label, 0) / c.rows for c in clients if c.rows}
-        lowest, highest = min(rates, key=rates.__getitem__), max(rates, key=rates.__getitem__)
+        rate = _base_rate(label, clients, classes)
+        lowest, highest = (
+            f"{percent(share)} at {name}" for name, share in (rate.lowest, rate.highest)
+        )
         better = (
             f"average precision: evaluate --positive {label} shows it first"
             if len(classes) == 2
@@ -287,9 +276,9 @@ def _class_warnings(clients: list[ClientFacts], classes: Mapping[str, int]) -> l
         )
         more = f" (and {len(rare) - 1} more classes under 5 %)" if len(rare) > 1 else ""
         found.append(
-            f"Class {quoted(label)} is rare{more}: {_share(share)} of all rows, from "
-            f"{_share(rates[lowest])} at {lowest} to {_share(rates[highest])} at {highest}. A model that "
-            f"never finds it has an accuracy of {_share(1 - share)}, so look at {better}."
+            f"Class {quoted(label)} is rare{more}: {percent(rate.share)} of all rows, from {lowest} to "
+            f"{highest}. A model that never finds it has an accuracy of {percent(1 - rate.share)}, so look "
+            f"at {better}."
         )
     lacking: dict[tuple[str, ...], list[str]] = {}
     for client in clients:
@@ -298,8 +287,7 @@ def _class_warnings(clients: list[ClientFacts], classes: Mapping[str, int]) -> l
             lacking.setdefault(absent, []).append(client.name)
     if len(lacking) <= _MOST_GROUPS:
         found += [
-            f"No row of class {', '.join(map(quoted, absent[:3]))}{', …' * (len(absent) > 3)}: "
-            f"{joined(names)}."
+            f"No row of class {first_few(map(quoted, absent), 3)}: {joined(names)}."
             for absent, names in lacking.items()
         ]
     else:
@@ -353,7 +341,3 @@ def _looks_like_id(name: str, numbers: list[FloatArray]) -> bool:
         if (part != np.floor(part)).any() or len(np.unique(part)) < len(part):
             return False
     return bool(_ID_NAME.search(name)) or all((np.diff(part) == 1).all() for part in numbers)
-
-
-def _share(value: float) -> str:
-    return f"{100 * value:.1f} %"

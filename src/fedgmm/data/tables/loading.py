@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
@@ -55,10 +56,11 @@ from fedgmm.data.tables.errors import listed as list_of
 from fedgmm.data.tables.files import Notify, TableFile, client_name, find_tables, memory_needed
 from fedgmm.data.tables.preprocessing import (
     NO_LABEL,
-    UNKNOWN,
     EncodedRows,
     Preprocessing,
     TableOptions,
+    is_known,
+    known_rows,
     numbers_to_predict,
 )
 from fedgmm.data.tables.summaries import ClientPart, ClientSummary, ColumnSummary, summarise_columns
@@ -118,14 +120,7 @@ class ClientsFile:
             self.names = [options.client or client_name(file.path)]
             self.clients: NDArray[np.integer] = np.broadcast_to(np.int64(0), file.rows)
             return
-        self.clients, self.names = file.columns[options.client_column].categories()
-        without = where(lambda place: self.clients[place] < 0, file.rows)
-        if len(without):
-            raise TableError(
-                file.path,
-                f"row {int(without[0]) + 1} below the header has no client: the column "
-                f"{quoted(options.client_column)} is empty there.",
-            )
+        self.clients, self.names = self.owners(options.client_column, "client")
 
     @property
     def used(self) -> list[str]:
@@ -148,31 +143,38 @@ class ClientsFile:
                 numbers = without_beyond(values.numbers)
                 self.file.columns[name] = replace(values, numbers=numbers)
 
+    def owners(self, column: str, what: str) -> tuple[CodeArray, list[str]]:
+        """Return the codes and names of the clients or persons of all rows; ``what`` is for errors."""
+        codes, names = self.file.columns[column].categories()
+        without = where(lambda place: codes[place] < 0, self.file.rows)
+        if len(without):
+            raise TableError(
+                self.file.path,
+                f"row {int(without[0]) + 1} below the header has no {what}: the column {quoted(column)} "
+                "is empty there.",
+                public=f"a row has no {what}",
+            )
+        return codes, names
+
     def kind(self, name: str) -> Kind:
         """Return the kind of a column's values."""
         kind = self.file.columns[name].kind
         return "text" if name in self.as_categories and kind != "empty" else kind
 
-    def labels(self) -> tuple[CodeArray, list[str]]:
-        """Return the label of each row as an index into texts, -1 where it is missing."""
-        if self.options.label is None:
-            return np.broadcast_to(np.int32(0), self.file.rows), [NO_LABEL]
-        if self.options.task == "regression":
-            numbers = self.numbers()
-            codes: CodeArray = empty(len(numbers), np.int32)
+    def labels(self) -> ColumnValues:
+        """Return the labels as texts; numbers to predict, and rows without labels, have one text."""
+        label, codes = self.options.label, np.broadcast_to(np.int32(0), self.file.rows)
+        if label is not None and self.options.task != "regression":
+            return self.file.columns[label]
+        if label is not None:
+            try:
+                numbers = numbers_to_predict(self.file.columns[label], label)
+            except ValueKindError as error:
+                raise TableError(self.file.path, str(error), public=error.public) from None
+            codes = empty(len(numbers), np.int32)
             for place in row_blocks(len(codes)):
                 codes[place] = np.where(np.isnan(numbers[place]), -1, 0)
-            return codes, [NO_LABEL]
-        return self.file.columns[self.options.label].categories()
-
-    def numbers(self) -> FloatArray:
-        """Return the numbers to predict, NaN where they are missing."""
-        assert self.options.label is not None
-        values = self.file.columns[self.options.label]
-        try:
-            return numbers_to_predict(values, self.options.label)
-        except ValueKindError as error:
-            raise TableError(self.file.path, str(error), public=error.public) from None
+        return ColumnValues("text", None, codes, pa.array([NO_LABEL]), True)
 
 
 @dataclass(frozen=True)
@@ -224,20 +226,9 @@ class Tables:
 
         ``keep_columns`` keeps the parsed columns in memory, so that loading again does not parse again.
         """
-        names = list(self.summaries)
-        place = {name: code for code, name in enumerate(names)}
-        kept, codes, labels = [], [], []
-        for own in self.files:
-            own.file.check_unchanged()
-            own.read()
-            encoded, wanted = _encoded_labels(own, preprocessing)
-            kept.append(where(wanted, own.file.rows))
-            labels.append(gathered(encoded, kept[-1]))
-            owners = np.array([place[n] for n in own.names])
-            codes.append(gathered(owners, gathered(own.clients, kept[-1])))
+        kept, labels, codes = map(list, zip(*self._labelled(preprocessing), strict=True))
         all_codes, all_labels = concatenated(codes), concatenated(labels)
-        options = self.options
-        splits = split_rows(all_codes, client_keys(names), options.split, options.seed)
+        splits = self._split(all_codes)
         # the split of each row, and its place within that split
         part = empty(len(all_codes), np.int8)
         row_in_part = empty(len(all_codes), np.int64)
@@ -265,31 +256,68 @@ class Tables:
                 own.file.columns.clear()
         train, validation, test = (
             LabelledRows(
-                client_rows([matrix], gathered(all_codes, rows), names),
+                client_rows([matrix], gathered(all_codes, rows), self.summaries),
                 torch.from_numpy(matrix),
                 torch.from_numpy(gathered(all_labels, rows)),
             )
             for matrix, rows in zip(matrices, splits, strict=True)
         )
-        classes, columns = preprocessing.labels.array, preprocessing.feature_names
-        target = preprocessing.labels.target
-        facts = (tuple(names), classes, columns, target, None, preprocessing.vectors)
-        return FederatedDataset(train, validation, test, *facts)
+        return FederatedDataset(
+            train,
+            validation,
+            test,
+            tuple(self.summaries),
+            preprocessing.labels.array,
+            preprocessing.feature_names,
+            preprocessing.labels.target,
+            vectors=preprocessing.vectors,
+        )
 
+    def persons(self, preprocessing: Preprocessing, column: str) -> torch.Tensor:
+        """Return the person of each training row as a number, ``(N,)``, in the order of the loaded rows.
 
-def _encoded_labels(
-    own: ClientsFile, preprocessing: Preprocessing
-) -> tuple[NDArray[Any], Callable[[slice], NDArray[np.bool_]]]:
-    """Return the label of each row of a file, and a function that says which rows have one.
+        Rows of different files with the same text in the column are of one person.
 
-    The function maps a slice of the rows to truth values.
-    """
-    if preprocessing.labels.scaling is not None:
-        numbers = own.numbers()
-        return numbers, lambda place: ~np.isnan(numbers[place])
-    codes, texts = own.labels()
-    encoded = gathered(np.append(preprocessing.labels.encode(texts)[0], -1), codes)
-    return encoded, lambda place: encoded[place] >= 0
+        Args:
+            preprocessing: decides which labels are known; other rows are left out.
+            column: names the person of a row, for privacy of persons with several rows.
+
+        Raises:
+            TableError: a file without the column, or a row without a person.
+        """
+        found: list[IntArray] = []
+        numbers: dict[str, int] = {}
+        for own in self.files:
+            if column not in own.file.header:
+                problem = f"there is no person column {quoted(column)}"
+                raise TableError(own.file.path, f"{problem}.", public=problem)
+            own.file.read({column}, {column})
+            codes, texts = own.owners(column, "person")
+            found.append(np.array([numbers.setdefault(t, len(numbers)) for t in texts])[codes])
+        kept, _, clients = zip(*self._labelled(preprocessing), strict=True)
+        persons = np.concatenate([own[rows] for own, rows in zip(found, kept, strict=True)])
+        return torch.from_numpy(persons[self._split(np.concatenate(clients))[0]])
+
+    def _labelled(
+        self, preprocessing: Preprocessing
+    ) -> Iterator[tuple[IntArray, NDArray[Any], IntArray]]:
+        """Yield, for each file, the rows with known labels, these labels, and the clients' codes."""
+        place = {name: code for code, name in enumerate(self.summaries)}
+        for own in self.files:
+            own.file.check_unchanged()
+            own.read()
+            values = own.labels()
+            if preprocessing.labels.scaling is not None:
+                values = own.file.columns[preprocessing.labels.name]
+            labels = preprocessing.labels.encode_column(values)[0]
+            kept = known_rows(labels)
+            owners = np.array([place[name] for name in own.names])
+            yield kept, gathered(labels, kept), gathered(owners, gathered(own.clients, kept))
+
+    def _split(self, codes: IntArray) -> list[IntArray]:
+        """Return the training, validation and test rows of clients given by their codes, ``(N,)``."""
+        keys = client_keys(self.summaries)
+        return split_rows(codes, keys, self.options.split, self.options.seed)
 
 
 # ---------------------------------------------------------------------- the files of training
@@ -473,20 +501,14 @@ def _summaries(files: list[ClientsFile]) -> dict[str, ClientSummary]:
             columns[name] = replace(own.file.columns[name], kind=own.kind(name))
         if target is not None:
             columns[target] = own.file.columns[target]
-        codes, texts = own.labels()
+        values = own.labels()
         order = stable_order(own.clients, len(own.names))
         ends = np.cumsum(counts_of(own.clients, len(own.names)))
         for client, rows in zip(own.names, np.split(order, ends[:-1]), strict=True):
-            found = np.zeros(len(texts) + 1, dtype=np.int64)
-            for place in row_blocks(len(rows)):
-                np.add.at(found, codes[rows[place]] + 1, 1)
-            unlabelled[client] += int(found[0])
-            counts = labels.setdefault(client, Counter())
-            for code in np.flatnonzero(found[1:]).tolist():
-                counts[texts[code]] += int(found[code + 1])
-            labelled = rows
-            if found[0]:
-                labelled = gathered(rows, where(_not_missing(codes, rows), len(rows)))
+            missing, counts = values.text_counts(rows)
+            unlabelled[client] += missing
+            labels.setdefault(client, Counter()).update(counts)
+            labelled = values.present(rows) if missing else rows
             parts.setdefault(client, []).append(ClientPart(columns, labelled))
             owned.setdefault(client, set()).update(own.used)
             vectors.setdefault(client, {}).update(own.file.vectors)
@@ -505,10 +527,6 @@ def _summaries(files: list[ClientsFile]) -> dict[str, ClientSummary]:
         )
         for client, own in parts.items()
     }
-
-
-def _not_missing(codes: CodeArray, rows: IntArray) -> Callable[[slice], NDArray[np.bool_]]:
-    return lambda place: codes[rows[place]] >= 0
 
 
 # ---------------------------------------------------------------------- later files
@@ -540,7 +558,7 @@ class Rows:
         """Whether each row has a label that training knows, ``(n,)``."""
         if self.labels is None:
             return np.zeros(len(self.matrix), dtype=bool)
-        return (self.labels != UNKNOWN) if self.labels.dtype.kind == "i" else ~np.isnan(self.labels)
+        return is_known(self.labels)
 
 
 def read_rows(
@@ -571,13 +589,11 @@ def read_rows(
         path, file.header, label_needed=label_needed, vectors=file.vectors
     )
     label, client = preprocessing.labels.name, preprocessing.client_column
-    texts = {c.name for c in preprocessing.used if c.role == "category"}
-    as_written = (
-        (client, *ids) if preprocessing.labels.scaling is not None else (label, client, *ids)
-    )
-    texts |= {name for name in as_written if name in file.header}
     named = {name for name in (label, client, *ids) if name in file.header}
-    file.read({*texts, *named, *(column.name for column in preprocessing.used)}, texts)
+    texts = named | preprocessing.text_columns({})
+    if preprocessing.labels.scaling is not None and label not in ids:
+        texts.discard(label)
+    file.read({*named, *(column.name for column in preprocessing.used)}, texts)
     encoded = _encoded(file, preprocessing)
     labels, clients = None, None
     unknown: list[str] = []
@@ -601,7 +617,6 @@ def read_rows(
 
 def _encoded(file: TableFile, preprocessing: Preprocessing) -> EncodedRows:
     """Encode the rows of a file, after reading the columns that are not kept yet."""
-    used = preprocessing.used
-    texts = {c.name for c in used if c.needs_text(file.columns.get(c.name))}
-    file.read({column.name for column in used}, texts)
+    used = {column.name for column in preprocessing.used}
+    file.read(used, preprocessing.text_columns(file.columns))
     return preprocessing.encode(file.path, file.columns, file.rows)

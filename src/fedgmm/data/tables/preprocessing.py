@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -25,8 +25,9 @@ from fedgmm.core.checks import (
     one_of,
 )
 from fedgmm.core.moments import Scaling
-from fedgmm.core.scratch import as_bytes, gathered, row_blocks
-from fedgmm.data.dataset import TASKS, looks_continuous
+from fedgmm.core.scratch import as_bytes, gathered, row_blocks, where
+from fedgmm.data.dataset import TASKS
+from fedgmm.data.inputs import looks_continuous
 from fedgmm.data.tables.columns import (
     PLAIN,
     TRUTH,
@@ -41,6 +42,7 @@ from fedgmm.data.tables.columns import (
 )
 from fedgmm.data.tables.errors import TableError, ValueKindError, listed, quoted, similar_name
 from fedgmm.data.tables.summaries import look_like_names
+from fedgmm.wording import first_few
 
 Role = Literal["number", "date", "category", "ignored"]
 
@@ -175,12 +177,9 @@ class Labels:
 
     @classmethod
     def agreed(cls, name: str, counts: Iterable[Mapping[str, int]], task: str = "auto") -> Labels:
-        """Return the union of all clients' labels.
+        """Return the union of all clients' labels; the task ``"auto"`` raises for measurements.
 
-        Args:
-            name: name of the column.
-            counts: for each client, how often each label occurs, as it is written.
-            task: as in :class:`TableOptions`; ``"auto"`` raises for measurements.
+        ``counts`` are, for each client, how often each label occurs, as it is written.
         """
         counts = list(counts)
         read = as_classes(text for own in counts for text in own)
@@ -258,7 +257,8 @@ class Labels:
             return numbers_to_predict(values, self.name), []
         codes, texts = values.categories()
         indices, unknown = self.encode(texts)
-        return np.append(indices, UNKNOWN)[codes], unknown  # the code of a missing value is -1
+        lookup = np.append(indices, UNKNOWN)  # the code of a missing value is -1
+        return gathered(lookup, codes), unknown
 
     def record(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -273,6 +273,16 @@ class Labels:
             mean, deviation = map(float, scaling)
             return cls.of_numbers(str(record["name"]), mean, deviation**2)
         return cls(str(record["name"]), tuple(record["classes"]))
+
+
+def is_known(labels: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return which labels of rows are classes, or numbers to predict, ``(n,)``."""
+    return np.asarray(labels != UNKNOWN) if labels.dtype.kind == "i" else ~np.isnan(labels)
+
+
+def known_rows(labels: NDArray[Any]) -> IntArray:
+    """Return the indices of the rows whose labels are known."""
+    return where(lambda place: is_known(labels[place]), len(labels))
 
 
 def numbers_to_predict(values: ColumnValues, name: str) -> FloatArray:
@@ -531,6 +541,10 @@ class Preprocessing:
         entries = {column.name for column in self.used if column.vector and column.role == "number"}
         return tuple(j for j, name in enumerate(self.feature_names) if name in entries)
 
+    def text_columns(self, kept: Mapping[str, ColumnValues]) -> set[str]:
+        """Return the columns that must be read as text, in spite of the values that are kept."""
+        return {c.name for c in self.used if c.needs_text(kept.get(c.name))}
+
     def check_header(
         self,
         path: Path | str,
@@ -541,11 +555,7 @@ class Preprocessing:
     ) -> list[str]:
         """Return notes about columns of a file that are absent, or unknown and therefore ignored.
 
-        Args:
-            path: the file, for errors.
-            names: its columns.
-            label_needed: whether the label must be there.
-            vectors: its columns of vectors, of which ``names`` has every entry.
+        ``names`` are its columns, with every entry of its columns of ``vectors``.
         """
         here = set(names)
         known = {column.name for column in self.columns}
@@ -572,8 +582,8 @@ class Preprocessing:
             raise TableError(
                 path,
                 f"{'columns are' if many else 'a column is'} missing that the model needs: "
-                f"{', '.join(map(quoted, needed[:8]))}{', …' if len(needed) > 8 else ''}{near}; correct "
-                "the header, or give a file with all columns of training.",
+                f"{first_few(map(quoted, needed), 8)}{near}; correct the header, or give a file with all "
+                "columns of training.",
             )
         if label_needed and self.labels.name not in here:
             raise TableError(path, f"the label column {quoted(self.labels.name)} is missing.")
@@ -619,7 +629,7 @@ class Preprocessing:
             for column in record["columns"]
         )
         for column in columns:
-            if column.role not in ("number", "date", "category", "ignored") or not (
+            if column.role not in get_args(Role) or not (
                 math.isfinite(column.mean) and 0 < column.scale < math.inf
             ):
                 raise ValueError(f"the preprocessing of column {column.name!r} is not valid")

@@ -186,15 +186,10 @@ def _text_summary(
     counts: Counter[str] = Counter()
     missing = 0
     for part in parts:
-        values = part.columns[name]
-        assert values.codes is not None
-        found = np.zeros(len(values.texts) + 1, dtype=np.int64)
-        for place in row_blocks(len(part.rows)):
-            np.add.at(found, values.codes[part.rows[place]] + 1, 1)
-        missing += int(found[0])
-        codes = np.flatnonzero(found[1:])
-        for code, text in zip(codes.tolist(), values.texts.take(codes).to_pylist(), strict=True):
-            counts[without_point(text)] += int(found[code + 1])
+        absent, found = part.columns[name].text_counts(part.rows)
+        missing += absent
+        for text, count in found.items():
+            counts[without_point(text)] += count
     if not listed and look_like_names(len(counts), counts.total()):
         return ColumnSummary(kind, missing, categories=None, unlisted=len(counts))
     if len(counts) > _MOST_LISTED:  # ties by name, so that the order of rows does not matter

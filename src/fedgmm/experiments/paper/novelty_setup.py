@@ -246,7 +246,6 @@ def with_study_features(
         dataset,
         Represented(study_encoder(study, context.data_dir), study.representation, context.cache),
         components=study.features,
-        scale=True,
         progress=context.report_encoded,  # client by client, like the cache
     )
 
@@ -392,7 +391,7 @@ def missing_class_auroc(
             continue
         check_rows(int(present.sum()), study.features)
         pca = federated_pca([rows[torch.from_numpy(present)]], study.features)
-        features = FeatureMap(base, pca, scale=True)
+        features = FeatureMap(base, pca)
         mixture = FederatedGaussianMixture(
             study.components,
             covariance_type=study.covariance_type,
