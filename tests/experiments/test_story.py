@@ -56,7 +56,7 @@ def test_the_demo_says_what_it_computed(story, tmp_path, monkeypatch):
 def test_newcomer_and_novelty(story):
     shown, _ = story
     assert shown.newcomer.labelled > 0.8
-    assert shown.newcomer.milliseconds < 50
+    assert shown.offices.milliseconds < 50
     assert shown.novelty.metrics.auroc > 0.95
     assert shown.novelty.false_alarms < 0.12
     assert shown.novelty.found > 0.9
