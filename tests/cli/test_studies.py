@@ -13,6 +13,7 @@ from typer.main import get_command
 
 from fedgmm import __version__
 from fedgmm.cli import app
+from fedgmm.runs import comparison
 from small_runs import RUNNER, SMALL, fails, works, write_sites
 
 COMMANDS = [
@@ -79,7 +80,7 @@ def test_help_is_quick():
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
-    assert min(seconds() for _ in range(3)) < 0.5
+    assert any(seconds() < 0.5 for _ in range(3))
 
 
 @pytest.mark.parametrize("code", ["import fedgmm.cli", "HELP"])
@@ -153,7 +154,7 @@ def test_a_full_gpu_is_reported_with_a_remedy(monkeypatch, tmp_path, message, ex
     def full(*_, **__):
         raise torch.cuda.OutOfMemoryError(message)
 
-    monkeypatch.setattr("fedgmm.experiments.story.run_story", full)
+    monkeypatch.setattr("fedgmm.experiments.demo.run_demo", full)
     result = RUNNER.invoke(app, ["demo", "--out", str(tmp_path)])
     assert result.exit_code == 1
     assert result.stderr == f"Error: {expected}\n"
@@ -208,7 +209,8 @@ def test_compare_prints_a_table_and_who_ties(tmp_path):
     assert "pooled (rows shared; for orientation)" in shown
 
 
-def test_compare_prints_json_and_writes_it_to_out(tmp_path):
+def test_compare_prints_json_and_writes_it_to_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(comparison, "pooled_references", lambda _: {})  # has tests of its own
     write_sites(tmp_path / "data")
     arguments = ["compare", tmp_path / "data", "--label", "state", "--methods", "fedavg, fedgmm"]
     arguments += ["--rounds", "2", "--tuning-rounds", "1", "--seeds", "3", "--learners", "2"]

@@ -322,7 +322,7 @@ def test_rows_of_a_run_are_the_run_s_own(finished):
 
 def test_rows_of_files(tmp_path):
     files = write_sites(tmp_path)
-    data = data_to_compare([str(tmp_path / "*.csv")], label="state", seed=3)
+    data = data_to_compare([str(tmp_path / "*.csv")], label="state", seed=3, sizes={"learners": 2})
     assert sorted(data.dataset.names) == sorted(SITES)
     assert data.options.seed == 3
     assert not data.options.standardise  # that is done already
