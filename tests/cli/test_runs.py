@@ -253,7 +253,8 @@ def test_a_thousand_columns(tmp_path):
         ]
         write_csv(tmp_path / f"{name}.csv", rows)
     works("inspect", tmp_path, "--label", "y")
-    works("fit", tmp_path, "--label", "y", "--out", tmp_path / "run", "--rounds", "2")
+    sizes = ["--components", "2", "--learners", "2", "--rounds", "2"]
+    works("fit", tmp_path, "--label", "y", "--out", tmp_path / "run", *sizes)
     works("predict", tmp_path / "run", tmp_path / "a.csv", "--out", tmp_path / "p.csv")
     works("adapt", tmp_path / "run", tmp_path / "a.csv", "--client", "c")
     works("detect", tmp_path / "run", tmp_path / "a.csv", "--out", tmp_path / "s.csv")
