@@ -80,8 +80,10 @@ class Ranking:
 
     def _values(self, algorithm: str) -> NDArray[np.float64]:
         """Return a method's metric on each split, ``(S,)``."""
-        found = [one for split in self.splits for one in split if one["algorithm"] == algorithm]
-        return np.array([one[self.metric] for one in found])
+        return np.array([one[self.metric] for one in self._records(algorithm)])
+
+    def _records(self, algorithm: str) -> list[dict[str, Any]]:
+        return [one for split in self.splits for one in split if one["algorithm"] == algorithm]
 
     def value(self, algorithm: str) -> Estimate:
         """Return the metric of a method."""
@@ -103,7 +105,7 @@ class Ranking:
         return [self._standing(name, best) for name in names]
 
     def _standing(self, algorithm: str, best: str) -> Standing:
-        own = [one for split in self.splits for one in split if one["algorithm"] == algorithm]
+        own = self._records(algorithm)
         every = [entry for one in own for entry in (one, *one.get("others", []))]
         seen = {entry["learner"] for entry in every}
         kinds = [kind for kind in LEARNERS if kind in seen] + sorted(seen.difference(LEARNERS))
