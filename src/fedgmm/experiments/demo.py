@@ -168,15 +168,7 @@ def _compare_with_pooled(
 
 
 def plot_demo(result: DemoResult, path: Path) -> Path:
-    """Draw the rows with the shared Gaussians and, beside them, the weights of every client.
-
-    Args:
-        result: the demo's result.
-        path: PNG file to write; its folder is created.
-
-    Returns:
-        ``path``.
-    """
+    """Draw the rows with the shared Gaussians and, beside them, the weights of every client."""
     figure, (rows_axes, weights_axes) = new_figure((10.5, 4.6), 1, 2, width_ratios=(1.25, 1.0))
     rows = np.concatenate(list(result.data.rows.values()))
     draw_rows(rows_axes, rows, result.labels)

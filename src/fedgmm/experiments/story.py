@@ -36,6 +36,7 @@ _GRID = (10**-0.5, 10**-1.0, 10**-1.5, 10**-2.0)
 METHODS = ("local", "fedavg", "fedavg+", "fedem", "fedgmm")
 _GREY = "#8A9AA6"
 _IMAGES_SHOWN = 5
+_FALSE_ALARMS = 0.05
 _OFFICES, _LATER = 12, 4
 LABELLED_ROWS = (1, 2, 3, 5, 10, 20, 40)
 
@@ -192,20 +193,20 @@ def join_offices(seed: int = 0, rounds: int = 50) -> NewOffices:
     return NewOffices(_LATER, float(np.mean(before)), labelled, unlabelled, alone, wait)
 
 
-def find_novel_images(model: FederatedModel, digits: Digits, asked: float = 0.05) -> Novelty:
+def find_novel_images(model: FederatedModel, digits: Digits) -> Novelty:
     """Score test images, and the same images at half their size, rotated and flipped."""
     rows = digits.dataset.test
     known = rows.inputs.numpy()
     novel = shrink(known)
-    on_known = model.novelty(known, false_alarm_rate=asked)
-    on_novel = model.novelty(novel, false_alarm_rate=asked)
+    on_known = model.novelty(known, false_alarm_rate=_FALSE_ALARMS)
+    on_novel = model.novelty(novel, false_alarm_rate=_FALSE_ALARMS)
     return Novelty(
         on_known.scores,
         on_novel.scores,
         novelty_metrics(on_known.scores, on_novel.scores),
         float(on_known.novel.mean()),
         float(on_novel.novel.mean()),
-        asked,
+        _FALSE_ALARMS,
     )
 
 

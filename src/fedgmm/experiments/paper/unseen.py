@@ -253,7 +253,7 @@ def reproduce_unseen(folder: Path, study: UnseenStudy, context: StudyContext) ->
     found = results.write({"accuracy": accuracy}, _markdown(results, accuracy))
     if curves:
         title = f"{study.dataset}: clients that did not take part in training"
-        plot_adaptation([0, *study.iterations], curves, title, results.picture())
+        plot_adaptation([0, *study.iterations], curves, title, results.picture)
     return found
 
 
