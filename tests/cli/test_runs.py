@@ -252,7 +252,7 @@ def test_a_thousand_columns(tmp_path):
             {**{f"x{i}": f"{v:.3f}" for i, v in enumerate(row)}, "y": int(row[0] > 0)} for row in x
         ]
         write_csv(tmp_path / f"{name}.csv", rows)
-    works("inspect", tmp_path, "--label", "y")
+    works("inspect", tmp_path / "a.csv", "--label", "y")
     sizes = ["--components", "2", "--learners", "2", "--rounds", "2"]
     works("fit", tmp_path, "--label", "y", "--out", tmp_path / "run", *sizes)
     works("predict", tmp_path / "run", tmp_path / "a.csv", "--out", tmp_path / "p.csv")
