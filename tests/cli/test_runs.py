@@ -7,8 +7,6 @@ import gzip
 import json
 import socket
 import string
-import subprocess
-import sys
 import tomllib
 import warnings
 
@@ -484,8 +482,7 @@ def test_a_reader_that_has_seen_enough():
         "import numpy as np; from fedgmm.cli import app; from fedgmm.cli.output import write_columns; "
         "app.command('show')(lambda: write_columns({'x': np.arange(9)}, None)); app(['show'])"
     )
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    check_closed_pipe(subprocess.Popen([sys.executable, "-c", code], **pipes))
+    check_closed_pipe(start(code=code))
 
 
 def check_closed_pipe(process):
