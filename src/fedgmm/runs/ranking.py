@@ -85,11 +85,7 @@ class Ranking:
     def _records(self, algorithm: str) -> list[dict[str, Any]]:
         return [one for split in self.splits for one in split if one["algorithm"] == algorithm]
 
-    def value(self, algorithm: str) -> Estimate:
-        """Return the metric of a method."""
-        return self.difference(algorithm)
-
-    def difference(self, first: str, second: str | None = None) -> Estimate:
+    def value(self, first: str, second: str | None = None) -> Estimate:
         """Return the metric of a method, minus that of another on the same rows if there is one."""
         values = self._values(first) - (0.0 if second is None else self._values(second))
         if len(self.seeds) > 1:
@@ -114,7 +110,7 @@ class Ranking:
             algorithm,
             dict(Counter(one["learner"] for one in own).most_common()),
             self.value(algorithm),
-            self.difference(algorithm, best),
+            self.value(algorithm, best),
             {
                 kind: float(np.mean([e[self.metric] for e in every if e["learner"] == kind]))
                 for kind in kinds
@@ -175,7 +171,7 @@ class Ranking:
                 "tied_with_best": one.lead.within_noise,
                 "by_learner": one.by_learner,
                 "against": {
-                    other: self.difference(one.algorithm, other).record()
+                    other: self.value(one.algorithm, other).record()
                     for other in names
                     if other != one.algorithm
                 },
