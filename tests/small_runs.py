@@ -96,11 +96,11 @@ def fails(*arguments, code=1):
     return result.stderr.removeprefix("Error: ").strip()
 
 
-def start(*arguments, cwd=None):
-    """A command as a process of its own, with the buffers that Python has by default."""
+def start(*arguments, cwd=None, code="from fedgmm.cli import main; main()"):
+    """A command, or other code, as a process of its own, with the buffers of Python's defaults."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     return subprocess.Popen(
-        [sys.executable, "-c", "from fedgmm.cli import main; main()", *map(str, arguments)],
+        [sys.executable, "-c", code, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -179,7 +179,18 @@ def test_a_run_without_images_has_no_pictures(tmp_path):
         rows = [f"{k},{k % 3},{k % 2}" for k in range(40)]
         (tmp_path / f"{site}.csv").write_text("\n".join(["x,y,label", *rows]))
     files = [str(tmp_path / "a.csv"), str(tmp_path / "b.csv")]
-    call("fit", *files, "--label", "label", "--rounds", "2", "--out", tmp_path / "run")
+    call(
+        "fit",
+        *files,
+        "--label",
+        "label",
+        "--rounds",
+        "2",
+        "--learners",
+        "2",
+        "--out",
+        tmp_path / "run",
+    )
     failed = RUNNER.invoke(app, ["report", str(tmp_path / "run"), "--pictures"])
     assert failed.exit_code == 1
     assert "does not name images or texts" in failed.stderr

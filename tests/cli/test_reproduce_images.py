@@ -8,10 +8,18 @@ import pytest
 
 import tiny_images
 from fedgmm.cli import app
+from fedgmm.experiments import settings
+from fedgmm.experiments.paper import synthetic
 from small_runs import RUNNER
 
 SMALL = ["--rounds", "2", "--tuning-rounds", "1", "--seeds", "1", "--encoder", "pixels"]
 SMALL += ["--learner", "linear", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def few_rates(monkeypatch):
+    """Let studies try two learning rates."""
+    monkeypatch.setattr(settings, "PAPER_GRID", (0.1, 0.01))
 
 
 @pytest.mark.parametrize("experiment", ["classification", "unseen"])
@@ -115,6 +123,11 @@ def test_an_option_of_another_experiment_is_refused(experiment, option, tmp_path
 
 def test_a_data_folder_in_the_environment_is_ignored_without_images(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDGMM_DATA", str(tmp_path))
+
+    def write(out):
+        (out / "illustration.md").write_text("A table.")
+
+    monkeypatch.setattr(synthetic, "reproduce_illustration", write)
     assert RUNNER.invoke(app, ["reproduce", "illustration", "--out", str(tmp_path)]).exit_code == 0
 
 

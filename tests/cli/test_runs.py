@@ -245,13 +245,14 @@ def test_messy_files_go_through_the_whole_chain(tmp_path):
 def test_a_thousand_columns(tmp_path):
     rng = np.random.default_rng(0)
     for name in ("a", "b"):
-        x = rng.normal(size=(60, 1000))
+        x = rng.normal(size=(25, 1000))
         rows = [
             {**{f"x{i}": f"{v:.3f}" for i, v in enumerate(row)}, "y": int(row[0] > 0)} for row in x
         ]
         write_csv(tmp_path / f"{name}.csv", rows)
-    works("inspect", tmp_path, "--label", "y")
-    works("fit", tmp_path, "--label", "y", "--out", tmp_path / "run", "--rounds", "2")
+    works("inspect", tmp_path / "a.csv", "--label", "y")
+    sizes = ["--components", "2", "--learners", "2", "--rounds", "2"]
+    works("fit", tmp_path, "--label", "y", "--out", tmp_path / "run", *sizes)
     works("predict", tmp_path / "run", tmp_path / "a.csv", "--out", tmp_path / "p.csv")
     works("adapt", tmp_path / "run", tmp_path / "a.csv", "--client", "c")
     works("detect", tmp_path / "run", tmp_path / "a.csv", "--out", tmp_path / "s.csv")
@@ -469,9 +470,22 @@ def test_damaged_files_get_a_sentence(finished, damage, content):
             assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("extra", [[], pytest.param(["--json"], marks=pytest.mark.slow)])
-def test_a_reader_that_has_seen_enough(finished, extra):
-    process = start("predict", *extra, finished / "run", finished / "new.csv")
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [[], ["--json"]])
+def test_a_reader_of_predictions_that_has_seen_enough(finished, extra):
+    check_closed_pipe(start("predict", *extra, finished / "run", finished / "new.csv"))
+
+
+def test_a_reader_that_has_seen_enough():
+    """A command that prints columns as predict does, and loads no model."""
+    code = (
+        "import numpy as np; from fedgmm.cli import app; from fedgmm.cli.output import write_columns; "
+        "app.command('show')(lambda: write_columns({'x': np.arange(9)}, None)); app(['show'])"
+    )
+    check_closed_pipe(start(code=code))
+
+
+def check_closed_pipe(process):
     process.stdout.close()  # before anything was written
     process.wait(timeout=60)
     assert process.stderr.read() == ""

@@ -5,14 +5,17 @@ import re
 import resource
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from sklearn import ensemble
 from typer.main import get_command
 
 from fedgmm import __version__
 from fedgmm.cli import app
+from fedgmm.runs import comparison
 from small_runs import RUNNER, SMALL, fails, works, write_sites
 
 COMMANDS = [
@@ -79,7 +82,7 @@ def test_help_is_quick():
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
-    assert min(seconds() for _ in range(3)) < 0.5
+    assert any(seconds() < 0.5 for _ in range(3))
 
 
 @pytest.mark.parametrize("code", ["import fedgmm.cli", "HELP"])
@@ -153,7 +156,7 @@ def test_a_full_gpu_is_reported_with_a_remedy(monkeypatch, tmp_path, message, ex
     def full(*_, **__):
         raise torch.cuda.OutOfMemoryError(message)
 
-    monkeypatch.setattr("fedgmm.experiments.story.run_story", full)
+    monkeypatch.setattr("fedgmm.experiments.demo.run_demo", full)
     result = RUNNER.invoke(app, ["demo", "--out", str(tmp_path)])
     assert result.exit_code == 1
     assert result.stderr == f"Error: {expected}\n"
@@ -195,10 +198,19 @@ def test_an_error_without_a_file_names_none(monkeypatch, tmp_path):
 # ---------------------------------------------------------------------- compare
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    """Compare methods with two rates, and with little boosting on the pooled rows."""
+    monkeypatch.setitem(comparison.compare.__kwdefaults__, "grid", (0.1, 0.01))
+    few = partial(ensemble.HistGradientBoostingClassifier, max_iter=2)
+    monkeypatch.setattr(ensemble, "HistGradientBoostingClassifier", few)
+
+
+@pytest.mark.usefixtures("quick")
 def test_compare_prints_a_table_and_who_ties(tmp_path):
     write_sites(tmp_path)
     arguments = ["compare", tmp_path, "--label", "state", "--methods", "fedavg,fedprox"]
-    arguments += ["--rounds", "2"]
+    arguments += ["--rounds", "2", "--learners", "2"]
     shown = " ".join(
         works(*arguments, "--tuning-rounds", "1", "--learner", "linear").stdout.split()
     )
@@ -208,6 +220,7 @@ def test_compare_prints_a_table_and_who_ties(tmp_path):
     assert "pooled (rows shared; for orientation)" in shown
 
 
+@pytest.mark.usefixtures("quick")
 def test_compare_prints_json_and_writes_it_to_out(tmp_path):
     write_sites(tmp_path / "data")
     arguments = ["compare", tmp_path / "data", "--label", "state", "--methods", "fedavg, fedgmm"]
@@ -225,6 +238,7 @@ def test_compare_prints_json_and_writes_it_to_out(tmp_path):
     assert set(record["methods"][0]["clients"]) == {"oslo", "bergen", "tromso"}
 
 
+@pytest.mark.usefixtures("quick")
 def test_compare_keeps_its_results_with_a_run(finished):
     arguments = ["--methods", "local,fedgmm", "--rounds", "2", "--tuning-rounds", "1"]
     result = works("compare", finished / "run", *arguments, "--learner", "linear")
@@ -233,6 +247,7 @@ def test_compare_keeps_its_results_with_a_run(finished):
     assert "Local" in (finished / "run" / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("quick")
 def test_compare_on_a_run_gives_the_run_s_own_figures_again(finished):
     arguments = ["--methods", "fedgmm", "--learner", "linear", "--json"]
     record = json.loads(works("compare", finished / "run", *arguments).stdout)
@@ -255,6 +270,7 @@ def test_a_run_is_compared_as_it_was_trained(finished):
         assert "leave out --label" in fails("compare", finished / "run", option, "age")
 
 
+@pytest.mark.usefixtures("quick")
 def test_compare_reads_files_as_fit_does(tmp_path):
     write_sites(tmp_path)
     arguments = ["compare", tmp_path, "--label", "state", "--methods", "local", "--rounds", "1"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fedgmm.experiments import settings
 from fedgmm.report import plots
 from tiny_images import write_femnist, write_mnist
 
@@ -24,6 +25,15 @@ def unrendered(request, monkeypatch):
             return path
 
         monkeypatch.setattr(plots, "save_figure", save)
+
+
+@pytest.fixture(scope="module")
+def few_rates():
+    """Let studies on images try two learning rates in place of five or six."""
+    with pytest.MonkeyPatch.context() as patch:
+        for grid in ("PAPER_GRID", "_TUNED_GRID"):
+            patch.setattr(settings, grid, (10.0**-0.5, 0.1))
+        yield
 
 
 @pytest.fixture(scope="session")

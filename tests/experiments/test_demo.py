@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fedgmm.experiments.demo import demo_table, make_clients, plot_demo, run_demo
+from fedgmm.cli.run_tables import demo_table
+from fedgmm.experiments.demo import make_clients, plot_demo, run_demo
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_the_table_has_a_line_per_client_and_the_mean_error(result):
 
 
 def test_the_table_leaves_out_clients_beyond_a_number(result):
-    text = text_of(demo_table(result, most_clients=2))
+    text = text_of(demo_table(result, most=2))
     assert "client 2" in text
     assert "client 3" not in text
     assert "6 more" in text

@@ -16,7 +16,8 @@ from fedgmm.data.partition import transform_images
 from fedgmm.experiments import embeddings, tuning
 from fedgmm.experiments.embeddings import (
     EmbeddingStudy,
-    Preparation,
+    embedded_clients,
+    encode_data_set,
     encode_reviews,
     leaders,
     reproduce_embeddings,
@@ -52,7 +53,7 @@ def few_choices(monkeypatch):
 
 @pytest.mark.parametrize("seed", [0, 3])
 def test_every_row_has_the_vector_of_its_own_image(folder, seed):
-    clients = Preparation()(SMALL, seed, StudyContext(folder))
+    clients = embedded_clients(encode_data_set, SMALL, seed, StudyContext(folder))
     data = load_images("femnist", folder)
     dealt = federated_images(data, seed=seed)
     pixels = encoder("pixels")
@@ -70,7 +71,7 @@ def test_every_row_has_the_vector_of_its_own_image(folder, seed):
 
 def test_left_out_clients_and_the_left_out_class_are_not_in_the_second_run(folder):
     seed = 1
-    clients = Preparation()(SMALL, seed, StudyContext(folder))
+    clients = embedded_clients(encode_data_set, SMALL, seed, StudyContext(folder))
     training = clients.held_out.dataset
     away = {one.name for one in clients.held_out.newcomers}
     assert len(away) == 1
@@ -145,7 +146,7 @@ def test_sizes_are_chosen_with_the_start_and_the_rate_again_after_them(
 
 
 def test_bytes_count_every_number_that_a_client_sends(folder, few_choices):
-    data = Preparation()(SMALL, 0, StudyContext(folder)).dataset
+    data = embedded_clients(encode_data_set, SMALL, 0, StudyContext(folder)).dataset
     options = replace(SMALL.options("fedavg", 0), learner="linear")
     classes, columns = len(data.classes), data.input_shape[0]
     sent = embeddings._bytes_per_round(options, data) // 4

@@ -25,6 +25,7 @@ from fedgmm.experiments.study import (
 from fedgmm.experiments.trials import StudyFolderError, TrialFolder
 from tiny_images import FAST, write_femnist
 
+pytestmark = pytest.mark.usefixtures("few_rates")
 STUDY = ImageStudy(**{**FAST, "methods": ("fedavg", "fedgmm"), "seeds": (3, 5)})
 FEDAVG = ImageStudy(**{**FAST, "methods": ("fedavg",)})
 NAME = "classification-femnist-paper"

@@ -65,6 +65,12 @@ def judged(monkeypatch):
     return table, looks
 
 
+@pytest.fixture
+def few_rates(monkeypatch):
+    """Try two rates, each with and without momentum at the server."""
+    monkeypatch.setattr(settings, "_TUNED_GRID", (10.0**-0.5, 0.1))
+
+
 class PowerCutError(Exception):
     """Stands for a power cut."""
 
@@ -82,6 +88,7 @@ def interrupted_after(monkeypatch, calls):
     monkeypatch.setattr(trials, "_write_json", write)
 
 
+@pytest.mark.usefixtures("few_rates")
 def test_finished_steps_are_not_run_again(tmp_path, femnist, monkeypatch, rounds):
     """Stopped before each file, the study takes as many rounds in total as without a stop."""
     study = replace(STUDY, rounds=4, tuning_rounds=1)
@@ -89,8 +96,8 @@ def test_finished_steps_are_not_run_again(tmp_path, femnist, monkeypatch, rounds
     monkeypatch.setattr(classification, "prepare_federation", lambda *_: federation)
     expected = reproduce_classification(tmp_path / "whole", study, StudyContext(femnist))
     once = sorted(rounds)
-    # ten choices for a round, two of them to the end, and another independence
-    assert len(once) == len(set(once)) == 10 + 2 * 3 + 4
+    # four choices for a round, two of them to the end, and another independence
+    assert len(once) == len(set(once)) == 4 + 2 * 3 + 4
     # the settings are not written by _write_json
     written = len(list((tmp_path / "whole" / FOLDER).glob("*.json"))) - 1
     rounds.clear()
@@ -105,6 +112,7 @@ def test_finished_steps_are_not_run_again(tmp_path, femnist, monkeypatch, rounds
     assert not list((tmp_path / "parts").rglob("*.safetensors"))
 
 
+@pytest.mark.usefixtures("few_rates")
 def test_the_winner_s_checkpoint_is_found_after_a_stop(tmp_path, femnist, monkeypatch, rounds):
     """Stopped between the choice and the first trial, the study does not train the winner again."""
 
@@ -208,6 +216,7 @@ def test_checkpoints_of_another_search_are_refused(tmp_path, femnist, track, cha
     reproduce_classification(tmp_path, study, StudyContext(femnist))
 
 
+@pytest.mark.usefixtures("few_rates")
 def test_a_trial_that_is_on_file_gets_no_checkpoint(tmp_path, femnist, monkeypatch):
     """Otherwise the winner's checkpoint would stay, because no run resumes from it."""
     reproduce_classification(tmp_path, LONG, StudyContext(femnist))
@@ -222,6 +231,7 @@ def test_a_trial_that_is_on_file_gets_no_checkpoint(tmp_path, femnist, monkeypat
 # ---------------------------------------------------------------------- the chosen options
 
 
+@pytest.mark.usefixtures("few_rates")
 def test_a_method_that_diverges_with_every_rate_is_named(tmp_path, femnist, monkeypatch):
     monkeypatch.setattr(tuning, "validation_accuracy", lambda model: -float("inf"))
     study = replace(STUDY, methods=("fedgmm",))
@@ -230,6 +240,7 @@ def test_a_method_that_diverges_with_every_rate_is_named(tmp_path, femnist, monk
     assert not list(tmp_path.rglob("*independence*"))  # no further option was tried
 
 
+@pytest.mark.usefixtures("few_rates")
 def test_choices_of_another_search_are_refused(tmp_path, femnist):
     reproduce_classification(tmp_path, STUDY, StudyContext(femnist))
     file = tmp_path / FOLDER / "fedgmm-tuning.json"
@@ -240,6 +251,7 @@ def test_choices_of_another_search_are_refused(tmp_path, femnist):
             reproduce_classification(tmp_path, STUDY, StudyContext(femnist))
 
 
+@pytest.mark.usefixtures("few_rates")
 def test_damaged_choices_are_made_again_after_they_are_deleted(tmp_path, femnist):
     expected = reproduce_classification(tmp_path, LONG, StudyContext(femnist))
     for name in ("local-tuning", "local-0"):
@@ -254,6 +266,7 @@ def test_damaged_choices_are_made_again_after_they_are_deleted(tmp_path, femnist
         assert again["accuracy"] == expected["accuracy"]
 
 
+@pytest.mark.usefixtures("few_rates")
 @pytest.mark.parametrize(("choices", "extra"), [((2,), 0), ((1,), 1)])
 def test_a_study_of_several_cells_uses_the_run_that_won(tmp_path, femnist, rounds, choices, extra):
     """If its own numbers are in the grid; otherwise the checkpoint is deleted."""
@@ -261,6 +274,6 @@ def test_a_study_of_several_cells_uses_the_run_that_won(tmp_path, femnist, round
         track="tuned", component_choices=choices, learner_choices=(2,), **{**FAST, "components": 2}
     )
     reproduce_sensitivity(tmp_path, study, StudyContext(femnist))
-    # ten choices for one of two rounds, the best two to the end, and the cell
-    assert len(rounds) == 10 + 2 + 2 * extra
+    # four choices for one of two rounds, the best two to the end, and the cell
+    assert len(rounds) == 4 + 2 + 2 * extra
     assert not list(tmp_path.rglob("*.safetensors"))

@@ -241,15 +241,6 @@ def test_gradient_steps_are_tuned_for_every_method_alike(rng):
         assert set(one.tuning.scores) >= {0.03, 0.3}
 
 
-def test_without_a_grid_the_given_rate_is_kept(rng):
-    data = federation(rng, sizes=(30, 40))
-    options = TrainingOptions(lr=0.07)
-    result = compare(data, ["fedavg"], learner_kinds=["mlp"], grid=None, options=options, rounds=2)
-    (one,) = result.contestants
-    assert one.tuning is None
-    assert one.model.options["lr"] == 0.07
-
-
 def test_the_record_is_plain_json(rng):
     data = federation(rng, sizes=(30, 40))
     kinds = ["linear"]
@@ -322,7 +313,7 @@ def test_rows_of_a_run_are_the_run_s_own(finished):
 
 def test_rows_of_files(tmp_path):
     files = write_sites(tmp_path)
-    data = data_to_compare([str(tmp_path / "*.csv")], label="state", seed=3)
+    data = data_to_compare([str(tmp_path / "*.csv")], label="state", seed=3, sizes={"learners": 2})
     assert sorted(data.dataset.names) == sorted(SITES)
     assert data.options.seed == 3
     assert not data.options.standardise  # that is done already

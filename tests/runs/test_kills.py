@@ -8,9 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from small_runs import bytes_of, fails, start, wait_for_rounds, works, write_sites
+from fedgmm.cli.output import RoundsBar
+from small_runs import bytes_of, fails, invoke, start, wait_for_rounds, works, write_sites
 
-ROUNDS = 200
+ROUNDS = 120
 OPTIONS = ["--label", "state", "--components", "2", "--learners", "2", "--set", "tol=none"]
 OPTIONS += ["--rounds", str(ROUNDS), "--checkpoint-every", "7"]
 
@@ -28,7 +29,8 @@ def rounds_of(home):
     return (home / "history.jsonl").read_bytes().count(b"\n")
 
 
-def test_a_killed_run_keeps_others_out_until_then_and_ends_with_the_same_bits(whole, tmp_path):
+def test_a_run_that_is_killed_and_interrupted_ends_with_the_same_bits(whole, tmp_path, monkeypatch):
+    """Until it is killed, it keeps others out of its folder."""
     home = tmp_path / "a run"
     process = start("fit", whole / "data", *OPTIONS, "--out", home)
     try:
@@ -41,14 +43,28 @@ def test_a_killed_run_keeps_others_out_until_then_and_ends_with_the_same_bits(wh
     finally:
         process.kill()
         process.communicate()
-    assert 10 <= rounds_of(home) < ROUNDS
+    assert 10 <= rounds_of(home) < ROUNDS - 10
     assert "fedgmm resume" in fails("evaluate", home)
+
+    # Ctrl-C, in this process, ends the resumed run with 130
+    def interrupt(_, entry):
+        if entry["round"] == ROUNDS - 10:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RoundsBar, "show", interrupt)
+        result = invoke("resume", home)
+    assert result.exit_code == 130
+    assert result.stdout == ""
+    assert f"fedgmm resume {home}" in result.stderr
+    assert rounds_of(home) == ROUNDS - 10
     works("resume", home)
     assert bytes_of(home / "model") == bytes_of(whole / "run" / "model")
     assert rounds_of(home) == ROUNDS
 
 
-def test_ctrl_c_ends_with_130_and_the_run_can_be_resumed(whole, tmp_path):
+@pytest.mark.slow
+def test_ctrl_c_ends_a_process_with_130_and_the_run_can_be_resumed(whole, tmp_path):
     home = tmp_path / "run"
     process = start("fit", whole / "data", *OPTIONS, "--out", home)
     wait_for_rounds(home, process, 10)

@@ -43,7 +43,7 @@ def test_one_split_is_paired_over_its_test_rows(one_split):
     """The interval is that of a plain bootstrap which draws the rows of both methods together."""
     comparison, ranking = one_split
     average, _, mixture = (one.evaluation for one in comparison.contestants)
-    difference = ranking.difference("fedem", "fedavg")
+    difference = ranking.value("fedem", "fedavg")
     assert difference.mean == pytest.approx(mixture.mean_accuracy - average.mean_accuracy)
     one, other = (e.predicted.decided == e.predicted.labels for e in (mixture, average))
     gains = one.astype(float) - other
@@ -98,7 +98,7 @@ def test_equal_methods_tie_and_a_worse_one_does_not(one_split):
     assert not average.lead.within_noise
     assert average.lead.high < 0
     assert ranking.headline().startswith("FedEM (linear) is best with")
-    assert ranking.difference("fedavg", "fedprox").within_noise
+    assert ranking.value("fedavg", "fedprox").within_noise
     assert proximal.title == "FedProx (linear)"
 
 
@@ -107,7 +107,7 @@ def test_equal_methods_tie_and_a_worse_one_does_not(one_split):
 
 def test_several_splits_are_paired_over_splits():
     ranking = several((0.90, 0.91), (0.80, 0.83), (0.85, 0.86))
-    difference = ranking.difference("fedgmm", "fedavg")
+    difference = ranking.value("fedgmm", "fedavg")
     expected = over_splits(np.array([0.01, 0.03, 0.01]), 1 / 3)
     assert difference.mean == pytest.approx(expected.mean)
     assert difference.p_value == pytest.approx(expected.p_value)

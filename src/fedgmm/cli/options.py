@@ -45,6 +45,11 @@ def given(values: dict[str, Any], *names: str) -> dict[str, Any]:
     }
 
 
+def comma_separated(text: str) -> list[str]:
+    """Return the parts of a text between its commas."""
+    return [part.strip() for part in text.split(",")]
+
+
 @dataclass(frozen=True)
 class FileOptions:
     """Format of files.
@@ -63,7 +68,7 @@ class FileOptions:
 
     def given(self) -> dict[str, Any]:
         """Return the options that were given, as fields of ``TableOptions``."""
-        names = [one.strip() for text in self.names or () for one in text.split(",")]
+        names = [one for text in self.names or () for one in comma_separated(text)]
         return given({**vars(self), "names": names})
 
 

@@ -58,6 +58,11 @@ def print_notes(notes: list[str]) -> None:
         console.print(f"[yellow]Note:[/] … and {len(notes) - _MOST_NOTES} more.")
 
 
+def print_place(title: str, place: Path | str) -> None:
+    """Print where a result is, or which command uses it, in one line that can be copied."""
+    screen().print(f"{title}: [bold]{escaped(place)}[/]", soft_wrap=True, highlight=False)
+
+
 def escaped(text: Any) -> str:
     """Escape square brackets, which are markup for rich."""
     from rich.markup import escape

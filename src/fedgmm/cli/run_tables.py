@@ -16,6 +16,7 @@ from fedgmm.wording import counted, percent
 
 if TYPE_CHECKING:
     from fedgmm.data.tables.inspection import Inspection
+    from fedgmm.experiments.demo import DemoResult
     from fedgmm.model.importance import Importance
     from fedgmm.model.metrics import Evaluation
     from fedgmm.runs.comparison import Tuning
@@ -53,21 +54,26 @@ _OF_SPLIT: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def _table(
-    title: str, names: str, numbers: Sequence[str], lines: Sequence[Sequence[str]], **options: Any
+    title: str,
+    names: str,
+    numbers: Sequence[str],
+    lines: Sequence[Sequence[str]],
+    most: int = _MOST_LINES,
+    **options: Any,
 ) -> Table:
     """Return a table of a column of names and columns of numbers; all texts are escaped.
 
-    Lines beyond ``_MOST_LINES`` are counted. Names are folded on a narrow screen, because a cut name is
+    Lines beyond ``most`` are counted. Names are folded on a narrow screen, because a cut name is
     ambiguous.
     """
     table = Table(title=escape(title), **options)
     table.add_column(names, overflow="fold")
     for one in numbers:
         table.add_column(escape(one), justify="right")
-    for line in lines[:_MOST_LINES]:
+    for line in lines[:most]:
         table.add_row(*map(escape, line))
-    if len(lines) > _MOST_LINES:
-        table.add_row(f"… {len(lines) - _MOST_LINES} more", *[""] * len(numbers))
+    if len(lines) > most:
+        table.add_row(f"… {len(lines) - most} more", *[""] * len(numbers))
     return table
 
 
@@ -312,7 +318,35 @@ def detection_table(found: Detection) -> Table:
     return _table("novel rows", "client", titles, lines)
 
 
-# ---------------------------------------------------------------------- comparisons
+# ---------------------------------------------------------------------- demonstration, comparisons
+
+
+def demo_table(found: DemoResult, most: int = 12) -> Table:
+    """Return the rows, true and learned weights, and their error of each client."""
+    lines = [
+        (
+            str(name),
+            f"{len(rows):,}",
+            *("  ".join(f"{weight:.2f}" for weight in own) for own in weights),
+            f"{error:.3f}",
+        )
+        for (name, rows), error, *weights in zip(
+            found.data.rows.items(),
+            found.weight_errors,
+            found.data.weights,
+            found.weights,
+            strict=True,
+        )
+    ]
+    titles = ("rows", "true weights", "learned weights", "error")
+    caption = "error: half the sum of absolute differences, from 0 (equal) to 1"
+    table = _table(
+        "Components of each client's data", "client", titles, lines, most, caption=caption
+    )
+    table.add_section()
+    total = sum(map(len, found.data.rows.values()))
+    table.add_row("all", f"{total:,}", "", "", f"{found.weight_errors.mean():.3f}")
+    return table
 
 
 def comparison_table(ranking: Ranking, title: str, bayes: float | None = None) -> Table:

@@ -18,6 +18,7 @@ from fedgmm.cli.options import (
     Ids,
     OutFile,
     RunFolderArgument,
+    comma_separated,
     given,
 )
 from fedgmm.cli.output import (
@@ -28,6 +29,7 @@ from fedgmm.cli.output import (
     escaped,
     print_json,
     print_notes,
+    print_place,
     screen,
     sidelines,
     working,
@@ -275,7 +277,7 @@ def _categories(text: str) -> tuple[str, list[str]]:
     name, equals, values = text.partition("=")
     if not equals:
         raise typer.BadParameter(f"--categories takes COLUMN=A,B,C, got {text!r}.")
-    return name, [value.strip() for value in values.split(",")]
+    return name, comma_separated(values)
 
 
 def _assignment(text: str) -> tuple[str, Any]:
@@ -325,10 +327,10 @@ def _show_finished(run: Any, as_json: bool) -> None:
         console.print(escaped(metrics["headline"]), style="bold", soft_wrap=True, highlight=False)
     console.print(metrics_table(metrics))
     home = run.folder.home
-    console.print(f"Run: [bold]{escaped(home)}[/]", soft_wrap=True, highlight=False)
-    place = escaped(shlex.quote(str(home)))
+    print_place("Run", home)
+    place = shlex.quote(str(home))
     use = f"detect {place} FILE" if metrics["algorithm"] == DENSITY else f"report {place}"
-    console.print(f"Next: [bold]fedgmm {use}[/]", soft_wrap=True, highlight=False)
+    print_place("Next", f"fedgmm {use}")
 
 
 def resume(
@@ -603,8 +605,8 @@ def report(
         path = open_run(run).report(pictures=pictures, notify=notify)
     if as_json:
         print_json({"report": path})
-        return
-    screen().print(f"Report: [bold]{escaped(path)}[/]", soft_wrap=True, highlight=False)
+    else:
+        print_place("Report", path)
 
 
 def watch(
@@ -655,8 +657,8 @@ def card(
         path = write_card(open_run(run), out)
     if as_json:
         print_json({"card": path})
-        return
-    screen().print(f"Model card: [bold]{escaped(path)}[/]", soft_wrap=True, highlight=False)
+    else:
+        print_place("Model card", path)
 
 
 def export(

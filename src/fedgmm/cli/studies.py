@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from fedgmm.cli.options import ColumnOptions, given
+from fedgmm.cli.options import ColumnOptions, comma_separated, given
 from fedgmm.cli.output import (
     JsonFlag,
     RoundsBar,
     escaped,
     print_json,
     print_notes,
+    print_place,
     screen,
     working,
 )
@@ -68,7 +69,8 @@ def demo(
     console = Console()
     console.rule("1. A density for clients that do not share their rows")
     with RoundsBar(quiet=False) as bar:
-        from fedgmm.experiments.demo import MOST_ROUNDS, demo_table, plot_demo, run_demo
+        from fedgmm.cli.run_tables import demo_table
+        from fedgmm.experiments.demo import MOST_ROUNDS, plot_demo, run_demo
 
         def show(number: int, info: RoundInfo) -> None:
             bar.show({"round": number, "log_likelihood": info.log_likelihood})
@@ -86,8 +88,7 @@ def demo(
         f"Personal weights: log-likelihood of held-out rows {result.log_likelihood:.3f} per row, with "
         f"common weights {result.common_log_likelihood:.3f}: [bold]{gain:+.3f}[/]."
     )
-    picture = plot_demo(result, out / "demo.png")
-    console.print(f"Picture: [bold]{picture}[/]", soft_wrap=True)
+    print_place("Picture", plot_demo(result, out / "demo.png"))
     _run_story(seed, out, console)
 
 
@@ -126,8 +127,7 @@ def _run_story(seed: int, out: Path, console: Console) -> None:
         f"nominal false alarm rate of {100 * novelty.asked:.0f} % (measured: "
         f"{100 * novelty.false_alarms:.1f} %) it finds {100 * novelty.found:.0f} %."
     )
-    picture = plot_story(story, out / "story.png")
-    console.print(f"Picture: [bold]{picture}[/]", soft_wrap=True)
+    print_place("Picture", plot_story(story, out / "story.png"))
 
 
 def compare(
@@ -179,11 +179,11 @@ def compare(
     from fedgmm.runs.comparison import LEARNERS, data_to_compare
     from fedgmm.runs.ranking import compare_splits
 
-    chosen = [name.strip() for name in methods.split(",")] if methods else list(TITLES)
+    chosen = comma_separated(methods) if methods else list(TITLES)
     unknown = [name for name in chosen if name not in TITLES]
     if unknown:
         raise ValueError(f"Unknown method {unknown[0]!r}; choose among {', '.join(TITLES)}.")
-    kinds = [kind.strip() for kind in learner.split(",")] if learner else list(LEARNERS)
+    kinds = comma_separated(learner) if learner else list(LEARNERS)
     with working(as_json) as notify:
         data = data_to_compare(
             sources or ["digits"],
@@ -223,7 +223,7 @@ def compare(
             highlight=False,
         )
     if written is not None:
-        console.print(f"Results: [bold]{escaped(written)}[/]", soft_wrap=True, highlight=False)
+        print_place("Results", written)
 
 
 def tune(
@@ -394,7 +394,7 @@ def reproduce(
     if seeds is not None:
         settings["seeds"] = tuple(range(seeds))
     if methods is not None:
-        settings["methods"] = tuple(one.strip() for one in methods.split(","))
+        settings["methods"] = tuple(comma_separated(methods))
     if experiment is Experiment.NON_GAUSSIAN:
         settings.setdefault("clients", 30)
     if experiment is Experiment.NOVELTY and components is not None:
@@ -418,9 +418,8 @@ def reproduce(
             context = StudyContext(data_dir, cache, notify)
             table = out / f"{experiment.value}-{study.label}.md"
         getattr(code, function)(out, *([] if study is None else [study, context]))
-    console = screen()
-    console.print(Markdown(table.read_text(encoding="utf-8")))
-    console.print(f"Results: [bold]{out}[/]", soft_wrap=True, highlight=False)
+    screen().print(Markdown(table.read_text(encoding="utf-8")))
+    print_place("Results", out)
 
 
 def _check_options(ctx: typer.Context, experiment: Experiment) -> None:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,6 @@ from fedgmm.report.plots import (
 )
 from fedgmm.training.loop import OnRound
 from fedgmm.wording import counted
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 FloatArray = NDArray[np.float64]
 
@@ -170,54 +167,8 @@ def _compare_with_pooled(
     return common, float(difference)
 
 
-def demo_table(result: DemoResult, most_clients: int = 12) -> Table:
-    """Return a table with the rows, the true and the learned weights and their error for each client.
-
-    Args:
-        result: the demo's result.
-        most_clients: clients beyond this number are counted in one line.
-    """
-    from rich.table import Table
-
-    errors = result.weight_errors
-    table = Table(title="Components of each client's data")
-    table.add_column("client")
-    table.add_column("rows", justify="right")
-    table.add_column("true weights", justify="right")
-    table.add_column("learned weights", justify="right")
-    table.add_column("error", justify="right")
-    for number, (name, rows) in enumerate(list(result.data.rows.items())[:most_clients]):
-        table.add_row(
-            str(name),
-            f"{len(rows):,}",
-            _weights(result.data.weights[number]),
-            _weights(result.weights[number]),
-            f"{errors[number]:.3f}",
-        )
-    hidden = len(errors) - most_clients
-    if hidden > 0:
-        table.add_row(f"… {hidden} more", "", "", "", "")
-    table.add_section()
-    total = sum(map(len, result.data.rows.values()))
-    table.add_row("all", f"{total:,}", "", "", f"{errors.mean():.3f}")
-    table.caption = "error: half the sum of absolute differences, from 0 (equal) to 1"
-    return table
-
-
-def _weights(weights: NDArray[np.float64]) -> str:
-    return "  ".join(f"{weight:.2f}" for weight in weights)
-
-
 def plot_demo(result: DemoResult, path: Path) -> Path:
-    """Draw the rows with the shared Gaussians and, beside them, the weights of every client.
-
-    Args:
-        result: the demo's result.
-        path: PNG file to write; its folder is created.
-
-    Returns:
-        ``path``.
-    """
+    """Draw the rows with the shared Gaussians and, beside them, the weights of every client."""
     figure, (rows_axes, weights_axes) = new_figure((10.5, 4.6), 1, 2, width_ratios=(1.25, 1.0))
     rows = np.concatenate(list(result.data.rows.values()))
     draw_rows(rows_axes, rows, result.labels)

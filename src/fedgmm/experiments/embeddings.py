@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,6 +35,7 @@ from fedgmm.experiments.paper.unseen import (
     HeldOut,
     accuracy_of,
     adapted_accuracy,
+    divide_clients,
     halves,
     tuned_model,
 )
@@ -174,38 +176,35 @@ class EmbeddedClients:
     feature_map: FeatureMap  # gives the features of vectors in the second run
 
 
-class Preparation:
-    """Prepares the clients of each seed; encoded images are kept for the next seed."""
-
-    def __init__(self) -> None:
-        self._encoded: tuple[ImageData, Tensor, Tensor, Tensor] | None = None
-
-    def __call__(self, study: EmbeddingStudy, seed: int, context: StudyContext) -> EmbeddedClients:
-        """Return the clients of a seed."""
-        if study.dataset == REVIEWS:
-            x, labels, sites = encode_reviews(context.data_dir)
-            everyone = fewer = FederatedDataset.from_arrays(x.numpy(), labels, sites, seed=seed)
-            novel: dict[str, Tensor] = {}
-        else:
-            if self._encoded is None:
-                self._encoded = _encode_data_set(study, context)
-            images, plain, changed, other = self._encoded
-            everyone, fewer, left_out = deal_vectors(study, seed, images, plain, changed)
-            novel = {"a class left out": left_out, _OTHER[study.dataset]: other}
-        check_trainable(study, seed, everyone)
-        dataset, _ = _with_components(study, everyone)
-        names = np.array(everyone.names, dtype=object)
-        order = np.random.default_rng([seed, len(names)]).permutation(len(names))
-        away = np.sort(order[: max(1, round(study.held_out * len(names)))])
-        training = fewer.select(np.delete(names, away).tolist())
-        known, feature_map = _with_components(study, training)
-        unseen = _attach(feature_map, fewer.select(names[away].tolist()))
-        return EmbeddedClients(dataset, HeldOut(known, *halves(unseen, seed)), novel, feature_map)
+Encoded = tuple[ImageData, Tensor, Tensor, Tensor]
+"""Images, their vectors, those of the changed images, and some of another data set."""
 
 
-def _encode_data_set(
-    study: EmbeddingStudy, context: StudyContext
-) -> tuple[ImageData, Tensor, Tensor, Tensor]:
+def embedded_clients(
+    encode: Callable[[EmbeddingStudy, StudyContext], Encoded],
+    study: EmbeddingStudy,
+    seed: int,
+    context: StudyContext,
+) -> EmbeddedClients:
+    """Return the clients of a seed; ``encode`` is :func:`encode_data_set`, or a cache of it."""
+    if study.dataset == REVIEWS:
+        x, labels, sites = encode_reviews(context.data_dir)
+        everyone = fewer = FederatedDataset.from_arrays(x.numpy(), labels, sites, seed=seed)
+        novel: dict[str, Tensor] = {}
+    else:
+        images, plain, changed, other = encode(study, context)
+        everyone, fewer, left_out = deal_vectors(study, seed, images, plain, changed)
+        novel = {"a class left out": left_out, _OTHER[study.dataset]: other}
+    check_trainable(study, seed, everyone)
+    dataset, _ = _with_components(study, everyone)
+    away = max(1, round(study.held_out * len(fewer.names)))
+    training, unseen = divide_clients(fewer, away, seed)
+    known, feature_map = _with_components(study, training)
+    adaptation, test = halves(_attach(feature_map, unseen), seed)
+    return EmbeddedClients(dataset, HeldOut(known, adaptation, test), novel, feature_map)
+
+
+def encode_data_set(study: EmbeddingStudy, context: StudyContext) -> Encoded:
     """Return the images, their vectors, those of the changed images, and some of another data set."""
     images = context.load(study.dataset)
     others = load_images(_OTHER[study.dataset], context.data_dir)  # type: ignore[arg-type]
@@ -302,7 +301,9 @@ def _attach(feature_map: FeatureMap, dataset: FederatedDataset) -> FederatedData
 
 def reproduce_embeddings(folder: Path, study: EmbeddingStudy, context: StudyContext) -> Record:
     """Run the study and write its table into ``folder``; return the results of all trials by method."""
-    results = run_study(folder, "embeddings", study, context, Preparation(), _run_trial)
+    # seeds share the vectors of all images
+    prepare = partial(embedded_clients, cache(encode_data_set))
+    results = run_study(folder, "embeddings", study, context, prepare, _run_trial)
     found = {method: results.of(method) for method in results.study.methods}
     results.write({}, _markdown(results, found))
     return found

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgmm.core.checks import Count, check_fields, integer
-from fedgmm.data.dataset import FederatedDataset, LabelledRows
+from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.examples import WHITE, heterogeneous_digits
 from fedgmm.data.synthetic import synthetic
 from fedgmm.experiments.tables import markdown_table, write_results
@@ -128,7 +128,7 @@ def _data(study: MembershipStudy) -> dict[str, Rows]:
 def _all_rows(
     dataset: FederatedDataset, bounds: tuple[float, float], size: tuple[int, int]
 ) -> Rows:
-    splits: list[LabelledRows] = [dataset.split(name) for name in ("train", "validation", "test")]
+    splits = [dataset.split(name) for name in SPLITS]
     return Rows(
         np.concatenate([one.inputs.numpy() for one in splits]),
         np.concatenate([dataset.labels_of(one) for one in splits]),

@@ -8,7 +8,6 @@ this choice is not charged to its budget. Noised sums have no such choice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -30,6 +29,7 @@ from fedgmm.privacy.accounting import mu_of
 from fedgmm.privacy.noise import noisy
 from fedgmm.privacy.settings import Privacy
 from fedgmm.report.plots import new_figure, save_figure
+from fedgmm.runs.comparison import Notify
 from fedgmm.training.local import train
 
 METHODS = {
@@ -39,6 +39,9 @@ METHODS = {
 }
 _CLIPS, _RATES, _ROUNDS = (0.1, 0.3, 1.0, 3.0), (0.3, 1.0, 3.0, 10.0), (10, 25, 50)
 _MOMENTUM = 0.9
+
+Accuracies = dict[str, dict[str, dict[float, list[float]]]]
+"""Mean test accuracy of the clients by data set, method and ``ε``, one value per seed."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +91,10 @@ def changed_digits(clients: int, seed: int) -> Table:
 
 
 def reproduce_privacy(
-    out: Path, study: PrivacyStudy, notify: Callable[[str], None] = lambda _: None
-) -> dict[str, dict[str, dict[float, list[float]]]]:
-    """Run the study and write ``privacy.json``, ``privacy.md`` and ``privacy.png``.
-
-    Returns:
-        Mean test accuracy of the clients by data set, method and ``ε``, one value per seed.
-    """
-    found: dict[str, dict[str, dict[float, list[float]]]] = {}
+    out: Path, study: PrivacyStudy, notify: Notify = lambda _: None
+) -> Accuracies:
+    """Run the study and write ``privacy.json``, ``privacy.md`` and ``privacy.png``."""
+    found: Accuracies = {}
     for seed in study.seeds:
         tables = []
         if study.dataset != "digits":
@@ -151,13 +150,13 @@ def dp_fedavg(dataset: FederatedDataset, budget: Privacy) -> float:
     x, classes = inputs(dataset.train), len(dataset.classes)
     truth = one_hot(dataset.train.labels, classes).double()
     held_out, test = inputs(dataset.validation), inputs(dataset.test)
-    best = (-1.0, 0.0)
+    most, best = -1.0, x
     for clip, rate, rounds in product(_CLIPS, _RATES, _ROUNDS):
         weights = _descend(x, truth, clip, rate, rounds, mu)
-        scores = (held_out @ weights).argmax(1) == dataset.validation.labels
-        if float(scores.double().mean()) > best[0]:
-            best = (float(scores.double().mean()), _per_client(test @ weights, dataset.test))
-    return best[1]
+        right = (held_out @ weights).argmax(1) == dataset.validation.labels
+        if (share := float(right.double().mean())) > most:
+            most, best = share, weights
+    return _per_client(test @ best, dataset.test)
 
 
 def _descend(x: Tensor, truth: Tensor, clip: float, rate: float, rounds: int, mu: float) -> Tensor:
@@ -188,9 +187,7 @@ def _per_client(logits: Tensor, rows: LabelledRows) -> float:
 # ---------------------------------------------------------------------- table and figure
 
 
-def _write(
-    out: Path, study: PrivacyStudy, found: dict[str, dict[str, dict[float, list[float]]]]
-) -> None:
+def _write(out: Path, study: PrivacyStudy, found: Accuracies) -> None:
     header = ["", *(f"ε = {epsilon:g}" for epsilon in study.epsilons)]
     text = ["# Accuracy against ε\n"]
     for title, methods in found.items():
@@ -223,7 +220,7 @@ def _ahead(own: list[float], other: list[float]) -> str:
     return f"{found.mean:+.1f} ({found.low:.1f} to {found.high:.1f})"
 
 
-def _draw(path: Path, found: dict[str, dict[str, dict[float, list[float]]]]) -> None:
+def _draw(path: Path, found: Accuracies) -> None:
     figure, grid = new_figure((4.5 * len(found), 3.5), 1, len(found), squeeze=False)
     for axes, (title, methods) in zip(grid[0], found.items(), strict=True):
         for name, per_seed in methods.items():

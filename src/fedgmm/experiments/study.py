@@ -191,9 +191,10 @@ class Results(Generic[StudyT]):
         """Return the test accuracy of each method by seed, mean over clients in the last round."""
         return {method: self.values(method, "mean_accuracy") for method in self.study.methods}
 
-    def picture(self, ending: str = "") -> Path:
-        """Return the path of a figure."""
-        return self.folder / f"{self.trials.path.name}{ending}.png"
+    @property
+    def picture(self) -> Path:
+        """The path of the figure."""
+        return self.folder / f"{self.trials.path.name}.png"
 
     def divergence(self) -> str:
         """Return a sentence that names the trials that diverged, empty if none did."""

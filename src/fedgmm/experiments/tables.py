@@ -12,12 +12,12 @@ import numpy as np
 from fedgmm.nets.devices import environment
 
 
-def mean_and_spread(values: Sequence[float], digits: int = 2) -> str:
+def mean_and_spread(values: Sequence[float]) -> str:
     """Format shares as percentages, ``mean ± standard deviation``; one value has no deviation."""
     percent = 100.0 * np.asarray(values, dtype=np.float64)
     if len(percent) == 1:
-        return f"{percent[0]:.{digits}f}"
-    return f"{percent.mean():.{digits}f} ± {percent.std(ddof=1):.{digits}f}"
+        return f"{percent[0]:.2f}"
+    return f"{percent.mean():.2f} ± {percent.std(ddof=1):.2f}"
 
 
 def paper_value(value: float | None) -> str:

@@ -115,14 +115,7 @@ class TrialFolder:
                 )
 
     def check_data(self, data: str) -> None:
-        """Raise if the folder's trials used other images; older folders hold no fingerprint.
-
-        Args:
-            data: fingerprint of the loaded images.
-
-        Raises:
-            StudyFolderError: the fingerprints differ.
-        """
+        """Raise if the folder's trials used images with another fingerprint; older folders have none."""
         if (self.path / _SETTINGS).exists() and self._held_settings().get(_DATA, data) != data:
             raise StudyFolderError(
                 f"{self.path} holds training runs on other images than those in the data folder; "

@@ -32,6 +32,7 @@ from fedgmm.experiments.trials import Federation, Record, StudyFolderError, Tria
 from fedgmm.methods.base import TITLES
 from fedgmm.model.model import FederatedModel
 from fedgmm.runs.comparison import Notify, validation_accuracy, validation_score
+from fedgmm.runs.folder import finite
 from fedgmm.training.checkpoint import OtherTrainingError
 from fedgmm.training.local import DivergenceWarning
 
@@ -118,12 +119,7 @@ def _search(trial: Trial[ImageStudy], federation: Federation, notify: Notify) ->
             )
         best = next(search.trial(choice) for choice in choices if _label(choice) == label)
         search.drop(choice for choice in choices if search.trial(choice).name != best.name)
-        stages.append(
-            {
-                stage: {label: _finite(score) for label, score in scores.items()}
-                for stage, scores in found.items()
-            }
-        )
+        stages.append(finite(found))
     return {
         "search": _SEARCH,
         "chosen": best.chosen,
@@ -213,7 +209,7 @@ class _Search:
                 warnings.simplefilter("ignore", DivergenceWarning)
                 model = _train_until(trial, self.dataset, until)
             judge = validation_score if metric == "validation_score" else validation_accuracy
-            return {"score": _finite(judge(model))}
+            return {"score": finite(judge(model))}
 
         score = trial.folder.run_once(name, run, "score", keep_checkpoint=True)["score"]
         return -math.inf if score is None else float(score)
@@ -249,8 +245,3 @@ def _ranked(scores: Scores) -> list[str]:
     """Return the labels by score, best first, without those that diverged."""
     finite = [label for label, score in scores.items() if math.isfinite(score)]
     return sorted(finite, key=lambda label: -scores[label])
-
-
-def _finite(score: float) -> float | None:
-    """Return ``None`` for infinity, which JSON cannot represent."""
-    return score if math.isfinite(score) else None

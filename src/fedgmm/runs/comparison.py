@@ -28,7 +28,7 @@ from fedgmm.methods.base import SHARED_LEARNERS, TITLES
 from fedgmm.model.metrics import Evaluation, evaluate, evaluate_numbers
 from fedgmm.model.model import FederatedModel
 from fedgmm.runs.fitting import usual_pca
-from fedgmm.runs.folder import RunFolder
+from fedgmm.runs.folder import RunFolder, finite
 from fedgmm.runs.run import open_run
 from fedgmm.training.build import solver_of
 from fedgmm.training.local import INTERRUPTED, DivergenceWarning, train
@@ -68,7 +68,7 @@ class Tuning:
 
     def record(self) -> dict[str, float | None]:
         """Return the score of every rate after a short run, for JSON; ``None`` after divergence."""
-        return _finite(self.scores)
+        return _by_rate(self.scores)
 
 
 @dataclass(frozen=True)
@@ -98,19 +98,20 @@ class Contestant:
             "algorithm": self.algorithm,
             "learner": self.learner,
             **self.summary,
-            "validation_log_likelihood": self.score if math.isfinite(self.score) else None,
+            "validation_log_likelihood": finite(self.score),
             "rounds": len(self.model.history),
             "seconds": self.seconds,
             "lr": tuning.best if tuning else None,
             "tuning": tuning.record() if tuning else None,
-            "tuning_in_full": _finite(tuning.in_full) if tuning else None,
+            "tuning_in_full": _by_rate(tuning.in_full) if tuning else None,
             **({"clients": by_client} if clients else {}),
             **({"others": [one.record() for one in self.others]} if self.others else {}),
         }
 
 
-def _finite(scores: Mapping[float, float]) -> dict[str, float | None]:
-    return {str(lr): score if math.isfinite(score) else None for lr, score in scores.items()}
+def _by_rate(scores: Mapping[float, float]) -> dict[str, float | None]:
+    """Return scores of learning rates, for JSON; ``None`` after divergence."""
+    return {str(lr): finite(score) for lr, score in scores.items()}
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def compare(
     algorithms: Iterable[str] = ALGORITHMS,
     *,
     learner_kinds: Sequence[str] = LEARNERS,
-    grid: Sequence[float] | None = PAPER_GRID,
+    grid: Sequence[float] = PAPER_GRID,
     extend: bool = True,
     tuning_rounds: int | None = None,
     pooled: bool = False,
@@ -149,7 +150,7 @@ def compare(
         dataset: the clients.
         algorithms: the methods.
         learner_kinds: kinds of learners to try with every method; validation rows choose among them.
-        grid: learning rates to try for every method that has one; ``None`` keeps the given rate.
+        grid: learning rates to try for every method that has one.
         extend: search beyond the edges of the grid, and among full runs. ``False`` is the paper's
             protocol: the best rate of the grid after short runs. A grid of one rate never grows.
         tuning_rounds: rounds of a short run; ``None`` is a quarter of the rounds.
@@ -185,7 +186,7 @@ def compare(
 def _train_tuned(
     dataset: FederatedDataset,
     options: TrainingOptions,
-    grid: Sequence[float] | None,
+    grid: Sequence[float],
     extend: bool,
     tuning_rounds: int | None,
     notify: Notify,
@@ -197,7 +198,7 @@ def _train_tuned(
         notify(f"training with rate {options.lr:.3g}")
         started = time.perf_counter()
         # without a warning if other rates are tried
-        model = _trained(dataset, options, quiet=grid is not None and extend)
+        model = _trained(dataset, options, quiet=extend)
         seconds = time.perf_counter() - started
         score = validation_score(model) if len(dataset.validation) else 0.0
         found = model.evaluate("test")
@@ -208,7 +209,7 @@ def _train_tuned(
     net = network(options.learner, dataset.input_shape, len(dataset.classes))
     mixture = options.algorithm in ("fedgmm", "fedem", "fedavg")
     exact = solver_of(options, net) == "newton" and mixture
-    if grid is None or exact:
+    if exact:
         return trained(options)
     short = max(1, options.rounds // 4) if tuning_rounds is None else tuning_rounds
     tuning = tune(dataset, options, grid=grid, rounds=short, extend=extend, notify=notify)
@@ -329,23 +330,22 @@ def pooled_references(dataset: FederatedDataset) -> dict[str, Evaluation]:
         "ridge" if numbers else POOLED[0]: make_pipeline(StandardScaler(), linear),
         POOLED[1]: boosting(random_state=0),
     }
+    own_x, own_y = arrays(dataset.train)
     x, y = arrays(dataset.test)
-    codes = dataset.test.codes.cpu().numpy()
+    codes, names = dataset.test.codes.cpu().numpy(), dataset.test.names
     found: dict[str, Evaluation] = {}
     for name, model in models.items():
-        own_x, own_y = arrays(dataset.train)
         model.fit(own_x, own_y)
         if numbers:
             mean = torch.from_numpy(np.asarray(model.predict(x), dtype=np.float64))[:, None]
             noise = torch.full_like(mean, ((own_y - model.predict(own_x)) ** 2).mean())
             predicted = NumberPredictions(torch.zeros_like(mean), mean, noise)
-            test = dataset.test
-            found[name] = evaluate_numbers(predicted, test.labels.cpu(), codes, test.names)
-            continue
-        log_proba = np.full((len(x), len(dataset.classes)), -np.inf)
-        log_proba[:, model.classes_] = np.log(np.maximum(model.predict_proba(x), 1e-300))
-        classes = tuple(dataset.classes.tolist())
-        found[name] = evaluate(log_proba, y, codes, dataset.test.names, classes=classes)
+            found[name] = evaluate_numbers(predicted, torch.from_numpy(y), codes, names)
+        else:
+            log_proba = np.full((len(x), len(dataset.classes)), -np.inf)
+            log_proba[:, model.classes_] = np.log(np.maximum(model.predict_proba(x), 1e-300))
+            classes = tuple(dataset.classes.tolist())
+            found[name] = evaluate(log_proba, y, codes, names, classes=classes)
     return found
 
 

@@ -80,14 +80,12 @@ class Ranking:
 
     def _values(self, algorithm: str) -> NDArray[np.float64]:
         """Return a method's metric on each split, ``(S,)``."""
-        found = [one for split in self.splits for one in split if one["algorithm"] == algorithm]
-        return np.array([one[self.metric] for one in found])
+        return np.array([one[self.metric] for one in self._records(algorithm)])
 
-    def value(self, algorithm: str) -> Estimate:
-        """Return the metric of a method."""
-        return self.difference(algorithm)
+    def _records(self, algorithm: str) -> list[dict[str, Any]]:
+        return [one for split in self.splits for one in split if one["algorithm"] == algorithm]
 
-    def difference(self, first: str, second: str | None = None) -> Estimate:
+    def value(self, first: str, second: str | None = None) -> Estimate:
         """Return the metric of a method, minus that of another on the same rows if there is one."""
         values = self._values(first) - (0.0 if second is None else self._values(second))
         if len(self.seeds) > 1:
@@ -103,7 +101,7 @@ class Ranking:
         return [self._standing(name, best) for name in names]
 
     def _standing(self, algorithm: str, best: str) -> Standing:
-        own = [one for split in self.splits for one in split if one["algorithm"] == algorithm]
+        own = self._records(algorithm)
         every = [entry for one in own for entry in (one, *one.get("others", []))]
         seen = {entry["learner"] for entry in every}
         kinds = [kind for kind in LEARNERS if kind in seen] + sorted(seen.difference(LEARNERS))
@@ -112,7 +110,7 @@ class Ranking:
             algorithm,
             dict(Counter(one["learner"] for one in own).most_common()),
             self.value(algorithm),
-            self.difference(algorithm, best),
+            self.value(algorithm, best),
             {
                 kind: float(np.mean([e[self.metric] for e in every if e["learner"] == kind]))
                 for kind in kinds
@@ -173,7 +171,7 @@ class Ranking:
                 "tied_with_best": one.lead.within_noise,
                 "by_learner": one.by_learner,
                 "against": {
-                    other: self.difference(one.algorithm, other).record()
+                    other: self.value(one.algorithm, other).record()
                     for other in names
                     if other != one.algorithm
                 },

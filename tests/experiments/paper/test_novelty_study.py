@@ -41,6 +41,7 @@ from fedgmm.methods.base import TITLES
 from fedgmm.training.local import train
 from tiny_images import write_mnist
 
+pytestmark = pytest.mark.usefixtures("few_rates")
 NAME = "novelty-mnist-tuned"
 PAPER = "novelty-mnist-paper"
 
@@ -136,7 +137,7 @@ def test_a_choice_is_described_if_there_was_one():
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, mnist):
+def finished(tmp_path_factory, mnist, few_rates):
     """A finished study on three methods: its settings, its folder, which tests copy, its outcome."""
     study = replace(FIXED, methods=("fedavg", "fedem", "fedgmm"))
     folder = tmp_path_factory.mktemp("finished")

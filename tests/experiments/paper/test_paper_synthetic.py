@@ -13,7 +13,7 @@ from fedgmm.experiments.paper.synthetic import (
     reproduce_non_gaussian,
 )
 
-SMALL = Size(clients=9, rows=300, seeds=(0,), rounds=20, tuning_rounds=1, grid=(0.1,),
+SMALL = Size(clients=9, rows=300, seeds=(0,), rounds=12, tuning_rounds=1, grid=(0.1,),
              methods=("fedavg", "fedem", "fedgmm"))  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def test_illustration(tmp_path):
 
 
 def test_illustration_is_deterministic():
-    first, second = illustrate(4, 100, seed=5), illustrate(4, 100, seed=5)
+    first, second = illustrate(2, 50, seed=5), illustrate(2, 50, seed=5)
     assert np.array_equal(first.curves["fedgmm"], second.curves["fedgmm"])
 
 

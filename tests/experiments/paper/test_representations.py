@@ -12,6 +12,7 @@ from fedgmm.experiments.paper.representations import (
     Layout,
     Represented,
     StageEncoder,
+    layout_of,
 )
 from fedgmm.experiments.paper.representations import represented as represented_tensor
 from fedgmm.nets.backbones import ResNet18
@@ -71,7 +72,7 @@ def test_stages_of_the_network(rng, tmp_path):
     images = torch.from_numpy(rng.integers(256, size=(3, 1, 28, 28)).astype(np.uint8))
     stages = StageEncoder(base)
     found = stages.encode(images).numpy()
-    layout = stages.layout
+    layout = layout_of(stages)
     assert found.shape == (3, sum(layout.means) + sum(layout.deviations))
     assert np.isfinite(found).all()  # the last stage has a single place
     np.testing.assert_allclose(found[:, 384:896], base.encode(images), rtol=1e-5, atol=1e-6)

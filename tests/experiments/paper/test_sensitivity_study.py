@@ -16,6 +16,7 @@ from fedgmm.experiments.study import StudyContext, prepare_federation
 from fedgmm.training.local import train
 from tiny_images import FAST
 
+pytestmark = pytest.mark.usefixtures("few_rates")
 NAME = "sensitivity-femnist-tuned"
 SMALL = SensitivityStudy(
     track="tuned", component_choices=(1, 3), learner_choices=(1, 2), **{**FAST, "rounds": 6}
@@ -23,7 +24,7 @@ SMALL = SensitivityStudy(
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, femnist):
+def finished(tmp_path_factory, femnist, few_rates):
     """A finished study: its folder, which tests copy, and its outcome."""
     folder = tmp_path_factory.mktemp("finished")
     return folder, reproduce_sensitivity(folder, SMALL, StudyContext(femnist))
@@ -34,11 +35,12 @@ def test_every_cell_is_a_training_run_of_its_own(finished, femnist, monkeypatch)
     accuracies = np.array(outcome["accuracy"])
     assert accuracies.shape == (1, 2, 2)
     federation = prepare_federation(SMALL, 0, StudyContext(femnist)).dataset
-    (lr,) = {one["lr"] for one in outcome["details"]}
+    ((lr, momentum),) = {(one["lr"], one["server_momentum"]) for one in outcome["details"]}
     for (_, i, j), accuracy in np.ndenumerate(accuracies):
         options = replace(
             SMALL.options("fedgmm", 0),
             lr=lr,
+            server_momentum=momentum,
             components=SMALL.component_choices[i],
             learners=SMALL.learner_choices[j],
         )

@@ -36,7 +36,7 @@ def reproduce_classification(folder: Path, study: ImageStudy, context: StudyCont
     results = run_study(folder, "classification", study, context, prepare_federation, _run_trial)
     found = results.write({"accuracy": results.accuracies()}, _markdown(results))
     curves = {TITLES[method]: results.values(method, "curve") for method in results.study.methods}
-    plot_curves(curves, f"{study.dataset}: accuracy on validation rows", results.picture())
+    plot_curves(curves, f"{study.dataset}: accuracy on validation rows", results.picture)
     return found
 
 

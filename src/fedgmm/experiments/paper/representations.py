@@ -40,6 +40,7 @@ class Layout:
     deviations: tuple[int, ...] = ()  # number of columns per stage; may be empty
 
 
+_PLAIN = Layout()
 _STAGES = Layout((128, 256, 512), (64, 128, 256, 512))
 
 
@@ -65,8 +66,6 @@ class _Stages(torch.nn.Module):
 class StageEncoder:
     """A ResNet-18 encoder with the output of all stages of the network, not only the last."""
 
-    layout = _STAGES
-
     def __init__(self, base: ResNet18Encoder) -> None:
         self._encoder = copy(base)
         self._encoder._network = _Stages(base._network)  # type: ignore[arg-type]
@@ -78,14 +77,13 @@ class StageEncoder:
         return self._encoder.encode(images)
 
 
-def represented(rows: Tensor, how: str, layout: Layout | None = None) -> Tensor:
+def represented(rows: Tensor, how: str, layout: Layout = _PLAIN) -> Tensor:
     """Return an encoder's rows ``(n, d)`` in one of ``REPRESENTATIONS``, ``(n, k)``.
 
     ``"stages"`` uses the means of all stages, ``"deviations"`` their deviations if the layout has them, and
-    the others use the means of the last stage. Without a layout all columns are the encoder's own output.
+    the others use the means of the last stage.
     """
     check_choice("representation", how, REPRESENTATIONS)
-    layout = layout or Layout()
     means = layout.means or (rows.shape[1],)
     stages = torch.split(rows, [*means, *layout.deviations], dim=1)
     own = stages[len(means) - 1]
@@ -118,6 +116,6 @@ class Represented:
         return represented(rows, self.how, layout_of(self.base))
 
 
-def layout_of(base: Encoder) -> Layout | None:
-    """Return the parts of an encoder's rows; ``None`` if all columns are its own output."""
-    return base.layout if isinstance(base, StageEncoder) else None
+def layout_of(base: Encoder) -> Layout:
+    """Return the parts of an encoder's rows."""
+    return _STAGES if isinstance(base, StageEncoder) else _PLAIN

@@ -93,7 +93,7 @@ def reproduce_sensitivity(folder: Path, study: SensitivityStudy, context: StudyC
     title = f"{study.dataset}: test accuracy (%), mean over clients"
     choices = study.component_choices, study.learner_choices
     found = results.write({"accuracy": accuracy.tolist()}, markdown)
-    plot_heat_map(100 * mean, *choices, title, results.picture())
+    plot_heat_map(100 * mean, *choices, title, results.picture)
     return found
 
 

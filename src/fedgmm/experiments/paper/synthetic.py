@@ -218,20 +218,20 @@ def _truth(x: FloatArray) -> FloatArray:
     return np.asarray((densities * (x[:, None] < CENTRES)).sum(-1) / densities.sum(-1))
 
 
-def reproduce_illustration(folder: Path, seed: int = 0) -> Illustration:
+def reproduce_illustration(folder: Path) -> Illustration:
     """Write the figure and its numbers into a folder."""
-    result = illustrate(seed=seed)
+    result = illustrate()
     names = {"fedem": "FedEM", "fedgmm": "FedGMM", "bayes": "Bayes, true parameters"}
     markdown = "# Two rules on a line: test accuracy\n\n" + markdown_table(
         ["method", "accuracy (%)"],
         [[names[name], f"{100 * value:.2f}"] for name, value in result.accuracy.items()],
     )
-    write_results(folder, "illustration", {"seed": seed, "accuracy": result.accuracy}, markdown)
-    plot_illustration(result, folder / "illustration.png")
+    write_results(folder, "illustration", {"seed": 0, "accuracy": result.accuracy}, markdown)
+    _draw(result, folder / "illustration.png")
     return result
 
 
-def plot_illustration(result: Illustration, path: Path) -> Path:
+def _draw(result: Illustration, path: Path) -> None:
     """Draw ``P(y = 1|x)`` of both methods and the truth."""
     figure, panels = new_figure((9.5, 3.4), 1, 2, sharey=True)
     titles = {
@@ -246,4 +246,4 @@ def plot_illustration(result: Illustration, path: Path) -> Path:
         quiet(axes, ("top", "right", "left"))
     panels[0].set_ylabel("P(y = 1 | x)")
     panels[1].legend(frameon=False)
-    return save_figure(figure, path, dpi=100)
+    save_figure(figure, path, dpi=100)

@@ -114,17 +114,14 @@ class HeldOut:
 def hold_out_clients(study: UnseenStudy, seed: int, context: StudyContext) -> HeldOut:
     """Return the clients of a seed; features are computed without the held-out clients."""
     everyone = deal_images(study, seed, context, shift=study.shift).dataset
-    names = list(everyone.names)
-    count = round(study.held_out * len(names))
-    if not 0 < count < len(names):
+    clients = len(everyone.names)
+    count = round(study.held_out * clients)
+    if not 0 < count < clients:
         raise ValueError(
-            f"held_out={study.held_out:g} of {counted(len(names), 'client')} leaves no client to train "
+            f"held_out={study.held_out:g} of {counted(clients, 'client')} leaves no client to train "
             "or none to hold out; use more clients."
         )
-    drawn = np.random.default_rng([seed, len(names)]).permutation(len(names))[:count].tolist()
-    away = [names[code] for code in sorted(drawn)]
-    training = everyone.select([name for name in names if name not in set(away)])
-    unseen = everyone.select(away)
+    training, unseen = divide_clients(everyone, count, seed)
     rows = torch.stack([unseen.split(split).features.rows_per_client for split in SPLITS]).sum(0)
     for name, own in zip(unseen.names, rows.tolist(), strict=True):
         if own < 2:
@@ -138,6 +135,15 @@ def hold_out_clients(study: UnseenStudy, seed: int, context: StudyContext) -> He
     known = encode(study, training, context)
     attached = known.feature_map.attach(unseen, context.report_encoded)
     return HeldOut(known.dataset, *halves(attached, seed))
+
+
+def divide_clients(
+    everyone: FederatedDataset, away: int, seed: int
+) -> tuple[FederatedDataset, FederatedDataset]:
+    """Return the clients that train, and a number of clients, drawn at random, that do not."""
+    names = np.array(everyone.names, dtype=object)
+    drawn = np.sort(np.random.default_rng([seed, len(names)]).permutation(len(names))[:away])
+    return everyone.select(np.delete(names, drawn).tolist()), everyone.select(names[drawn].tolist())
 
 
 def halves(unseen: FederatedDataset, seed: int) -> tuple[LabelledRows, LabelledRows]:
@@ -247,7 +253,7 @@ def reproduce_unseen(folder: Path, study: UnseenStudy, context: StudyContext) ->
     found = results.write({"accuracy": accuracy}, _markdown(results, accuracy))
     if curves:
         title = f"{study.dataset}: clients that did not take part in training"
-        plot_adaptation([0, *study.iterations], curves, title, results.picture())
+        plot_adaptation([0, *study.iterations], curves, title, results.picture)
     return found
 
 
