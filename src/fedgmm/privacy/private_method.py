@@ -23,8 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedgmm.core.em import add_likelihoods
-from fedgmm.core.gaussians import CovarianceType, Gaussians, gaussians, log_densities, residuals
+from fedgmm.core.gaussians import CovarianceType, Gaussians, gaussians
 from fedgmm.core.moments import Scaling
 from fedgmm.core.params import Params, count_learners
 from fedgmm.core.sums import Sum, Sums
@@ -53,6 +52,8 @@ from fedgmm.privacy.private_em import (
     covariance_sums,
     gradient_radius,
     histogram_sums,
+    linear_gradient,
+    log_joint,
     log_likelihood_range,
     next_gaussians,
     next_learners,
@@ -236,7 +237,7 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             return NoisySums((Part("cells", (cells(min(self.directions, d)),), 1.0, 1.0),))
         m1, m2, kind = self.components, self.base.learners, self.base.gaussians.covariance_type
         classes = self._classes
-        _, half = log_likelihood_range(d, classes, self.base.density)
+        _, half = self._limits(d)
         # the responsibilities of a row have length one at most, and those of a Gaussian, too
         found: dict[str, tuple[tuple[int, ...], float]] = {
             "counts": ((m1 * m2,), 1.0),
@@ -277,19 +278,32 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             case "histogram":
                 return histogram_sums(where, rows)
             case _:
-                mixture = shared.mixture
-                if self.centred:
-                    mixture = replace(mixture, weights=self._own_weights(shared, rows))
-                return round_sums(
-                    where, mixture, rows, density=self.base.density, centred=self.centred
-                )
+                return self.round_sums(shared, rows)
 
-    def _own_weights(self, shared: PrivateShared, rows: Rows) -> Tensor:
-        """Return the weights of one client, flattened."""
-        log_y = self._log_labels(shared, rows.inputs, rows.labels)
-        log_p = self._log_likelihoods(shared, rows.inputs, log_y)
-        codes = torch.zeros(len(log_p), dtype=torch.int64)
-        return own_weights(log_p, codes, shared.weights[None], _ROUNDS_OF_WEIGHTS)[0]
+    def round_sums(self, shared: PrivateShared, rows: Rows) -> dict[str, Tensor]:
+        """Return the sums of a round over some rows."""
+        z = shared.coordinates.apply(rows.inputs)
+        log_p = torch.log_softmax(shared.mixture.logits(z), -1)
+        log_y = at_labels(log_p, rows.labels)
+        seen = z if self.base.density else None
+        weights = shared.weights
+        if self.centred:  # all rows are those of one client
+            codes = torch.zeros(len(z), dtype=torch.int64)
+            likelihoods = log_joint(shared.gaussians, torch.ones_like(weights), seen, log_y)
+            weights = own_weights(likelihoods, codes, weights[None], _ROUNDS_OF_WEIGHTS)[0]
+        found, q = round_sums(
+            shared.gaussians,
+            weights,
+            seen,
+            log_y,
+            rows.weights,
+            self._limits(z.shape[1]),
+            centred=self.centred,
+        )
+        if self._classes > 1:
+            of_learner = (q * rows.weights[:, None, None]).sum(1)
+            found["gradient"] = linear_gradient(z, log_p, rows.labels, of_learner)
+        return found
 
     def advance(self, name: str, shared: PrivateShared, noisy: Sums) -> PrivateShared:
         """Return the public parameters after a release.
@@ -407,7 +421,7 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         """Return the mean log-likelihood of the rows behind the sums of a round."""
         d = len(shared.coordinates.mean)
         rows = max(float(sums["counts"].sum()), 1.0)
-        middle, _ = log_likelihood_range(d, self._classes, self.base.density)
+        middle, _ = self._limits(d)
         volume = torch.linalg.slogdet(shared.coordinates.whitener).logabsdet
         fit = float(sums["log_likelihood"]) / rows + middle
         return fit + (float(volume) if self.base.density else 0.0)
@@ -419,33 +433,17 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
     def finish(self, shared: PrivateShared, personal: Tensor, rows: LabelledRows) -> Tensor:
         """Return the weights ``π_c`` of every client, learned at home; they never leave it."""
         inputs = as_numbers(rows.inputs, torch.float64).flatten(1).cpu()
-        log_y = self._log_labels(shared, inputs, rows.labels.cpu())
-        log_p = self._log_likelihoods(shared, inputs, log_y)
+        with torch.no_grad():
+            log_p = torch.log_softmax(self._logits(shared, inputs), -1)
+        log_y = at_labels(log_p, rows.labels.cpu())
+        z = shared.coordinates.apply(inputs) if self.base.density else None
+        log_p = log_joint(shared.gaussians, torch.ones_like(shared.weights), z, log_y)
         weights = shared.weights.expand(len(rows.names), -1)
         return own_weights(log_p, rows.codes.cpu(), weights, _HOME_ROUNDS)
-
-    def _log_labels(self, shared: PrivateShared, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Return ``log P_m2(y|x)``, ``(n, M2)``."""
-        with torch.no_grad():
-            return at_labels(torch.log_softmax(self._logits(shared, inputs), -1), labels)
-
-    def _log_likelihoods(self, shared: PrivateShared, inputs: Tensor, log_y: Tensor) -> Tensor:
-        """Return ``log N(x; m1) + log P_m2(y|x)``, ``(n, M1 · M2)``."""
-        unweighted = replace(shared, weights=torch.ones_like(shared.weights))
-        return self._log_joint(unweighted, inputs, log_y).flatten(1)
 
     def _logits(self, shared: PrivateShared, inputs: Tensor) -> Tensor:
         """Return the logits of every learner for inputs ``(n, d)``, ``(n, M2, K)``."""
         return shared.mixture.logits(shared.coordinates.apply(inputs))
-
-    def _log_joint(self, shared: PrivateShared, inputs: Tensor, log_y: Tensor) -> Tensor:
-        """Return ``log π(m1, m2) + log N(x; m1) + log P_m2(y|x)``, ``(n, M1, M2)``."""
-        log_x = None
-        if self.base.density:
-            z = shared.coordinates.apply(inputs)
-            log_x = log_densities(residuals(z, shared.gaussians.means), shared.gaussians)
-        log_pi = shared.weights.log().reshape(-1, self.base.learners)
-        return add_likelihoods(log_pi.expand(len(inputs), -1, -1).clone(), log_x, log_y)
 
     def standardised_learners(self, shared: PrivateShared) -> Params:
         """Return the learners in the coordinates of :meth:`scaling`."""
@@ -498,6 +496,9 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
     @property
     def _classes(self) -> int:
         return max(1, int(self.training.net.classes))
+
+    def _limits(self, columns: int) -> tuple[float, float]:
+        return log_likelihood_range(columns, self._classes, self.base.density)
 
     # ------------------------------------------------------------------ sums and broadcasts
 
