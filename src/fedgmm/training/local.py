@@ -341,8 +341,12 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
     callbacks = as_callbacks(on_round)
 
     def run() -> FederatedModel:
+        from fedgmm.training.selection import with_sizes  # it trains, too
+
         free = ["ridge"] if options is None and "ridge" not in given else []
-        complete = _with_sizes(chosen, dataset, checkpoint, free)
+        complete = with_sizes(
+            chosen, dataset, None if checkpoint is None else checkpoint.path, free
+        )
         ends = (answers, callbacks, checkpoint, int(watch_accuracy), until, budget)
         job = _LocalTraining(dataset, complete, *ends)
         net = job.net
@@ -408,32 +412,6 @@ def projected(rows: LabelledRows, projection: PCA | None) -> LabelledRows:
     return replace(rows, features=features, features_are_inputs=False)
 
 
-def _with_sizes(
-    options: TrainingOptions,
-    dataset: FederatedDataset,
-    checkpoint: Checkpoint | None,
-    free: list[str],
-) -> TrainingOptions:
-    """Return the options with numbers in place of ``"auto"``; a run that resumes keeps its numbers.
-
-    ``free`` options are chosen with the sizes.
-    """
-    from fedgmm.training import selection  # it trains, too
-
-    rows, columns = len(dataset.train), dataset.train.features.columns
-    if not options.open_sizes:
-        selection.check_sizes(options, rows)
-        return options
-    if checkpoint is not None and checkpoint.path.exists():
-        stored = read_checkpoint(checkpoint.path).facts["options"]
-        return replace(options, **{name: stored[name] for name in [*options.open_sizes, *free]})
-    score, noise = selection.local_score(dataset), selection.noise_in(dataset)
-    chosen, _ = selection.choose_sizes(
-        options, free, rows=rows, columns=columns, score=score, noise=noise
-    )
-    return chosen
-
-
 def check_training(dataset: FederatedDataset, options: TrainingOptions) -> None:
     """Raise if options do not fit each other, the data, the device, or the file of weights.
 
@@ -471,7 +449,9 @@ class _LocalTraining:
         if privacy is not None:
             self.scaling = declared_scaling(privacy, dataset)
         elif columns:
-            self.scaling = _scaling(dataset)
+            raw = dataset.train
+            overall = overall_gaussian(ClientRows((raw.inputs,), raw.codes, raw.names, raw.weights))
+            self.scaling = scaling_of(overall.means[0].cpu(), overall.covariances[0].cpu())
         rows = self._scaled(dataset, device)
         self.projection = _principal_components(rows, options, dataset.vectors)
         self.rows = projected(rows, self.projection)
@@ -513,9 +493,7 @@ class _LocalTraining:
         if self.private is not None:
             self.private.loop = self.loop
         if checkpoint is not None:
-            self.loop.store = _CheckpointFile(
-                checkpoint.path, dataset, options, self.loop, device, privacy
-            )
+            self.loop.store, self.path = self, checkpoint.path
             # no release may be seen before it is on the disk
             self.loop.save_every = checkpoint.every if privacy is None else 1
 
@@ -679,32 +657,22 @@ class _LocalTraining:
         warnings.warn(f"Training stopped in {reason}", DivergenceWarning, stacklevel=5)
         return reason
 
-
-@dataclass
-class _CheckpointFile:
-    """The file of a local run's progress, which must belong to the same data and options."""
-
-    path: Path
-    dataset: FederatedDataset
-    options: TrainingOptions
-    loop: Training
-    device: torch.device
-    privacy: Privacy | None = None
+    # ------------------------------------------------------------------ the checkpoint
 
     def save(self, progress: Progress) -> None:
         """Write the progress with the options and the fingerprint of the data."""
-        save_progress(self.path, replace(progress, options=self._record, data=self._data))
+        save_progress(self.path, replace(progress, options=self._settings, data=self._data))
 
     def load(self) -> Progress | None:
         """Return the progress in the file, if there is a file, which must belong to this run."""
         if not self.path.exists():
             return None
-        stored = read_checkpoint(self.path)
+        stored, loop = read_checkpoint(self.path), self.loop
         # older checkpoints of methods without Gaussians cover features, too
-        free = DENSITY_OPTIONS if self.loop.method.mixture is None else ()
-        stored.check_settings(self._record, self._data, fingerprint(self.dataset), free=free)
-        method = self.loop.warm_up if stored.phase == "warmup" else self.loop.method
-        return stored.progress(method, self.device)
+        free = DENSITY_OPTIONS if loop.method.mixture is None else ()
+        stored.check_settings(self._settings, self._data, fingerprint(self.dataset), free=free)
+        method = loop.warm_up if stored.phase == "warmup" else loop.method
+        return stored.progress(method, self.rows.device)
 
     @cached_property
     def _data(self) -> str:
@@ -712,21 +680,14 @@ class _CheckpointFile:
         return fingerprint(self.dataset, features=self.loop.method.mixture is not None)
 
     @cached_property
-    def _record(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """The options as plain values, and checksums of the file of weights and of frozen layers."""
         weights = self.options.pretrained
         options = self.options.record().items()
         record = {n: v.item() if isinstance(v, np.generic) else v for n, v in options}
-        net = function_of(self.loop.method.training.net)
+        net = function_of(self.net)
         if isinstance(net, ModuleNetwork) and net.constants:
             record["frozen layers"] = net.fingerprint
-        if self.privacy is not None:
-            record["privacy"] = self.privacy.record()
+        if self.private is not None:
+            record["privacy"] = self.private.privacy.record()
         return record | {WEIGHTS: None if weights is None else sha256_of(Path(weights))}
-
-
-def _scaling(dataset: FederatedDataset) -> Scaling:
-    """Return means and deviations of the training inputs, from sums over clients."""
-    rows = dataset.train
-    overall = overall_gaussian(ClientRows((rows.inputs,), rows.codes, rows.names, rows.weights))
-    return scaling_of(overall.means[0].cpu(), overall.covariances[0].cpu())

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ from fedgmm.core.scratch import counts_of
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods.base import DENSITY
 from fedgmm.model.model import FederatedModel
+from fedgmm.training.checkpoint import read_checkpoint
 from fedgmm.training.local import INTERRUPTED, DivergenceWarning, train
 from fedgmm.training.options import TrainingOptions
 from fedgmm.wording import counted
@@ -137,6 +139,24 @@ def choose_sizes(
             options = replace(options, refit=True)
     check_sizes(options, rows)
     return options, found
+
+
+def with_sizes(
+    options: TrainingOptions, dataset: FederatedDataset, checkpoint: Path | None, free: list[str]
+) -> TrainingOptions:
+    """Return the options with numbers in place of ``"auto"``; a run that resumes keeps its numbers.
+
+    ``free`` options are chosen with the sizes.
+    """
+    rows, columns = len(dataset.train), dataset.train.features.columns
+    if not options.open_sizes:
+        check_sizes(options, rows)
+        return options
+    if checkpoint is not None and checkpoint.exists():
+        stored = read_checkpoint(checkpoint).facts["options"]
+        return replace(options, **{name: stored[name] for name in [*options.open_sizes, *free]})
+    score, noise = local_score(dataset), noise_in(dataset)
+    return choose_sizes(options, free, rows=rows, columns=columns, score=score, noise=noise)[0]
 
 
 def check_sizes(options: TrainingOptions, rows: int) -> None:
