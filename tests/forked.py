@@ -20,9 +20,10 @@ IMPORTS = [
 ]
 
 forks = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else None)
+"""Starts processes, with the interface of ``multiprocessing``."""
+
 if hasattr(os, "fork"):
     forks.set_forkserver_preload(IMPORTS)
-"""Makes processes, as ``multiprocessing`` does."""
 
 
 def command(arguments: list[str], environment: dict[str, str], log: Path) -> None:
