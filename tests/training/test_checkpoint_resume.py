@@ -56,6 +56,8 @@ VARIANTS = {
 }
 
 
+SLOW = pytest.mark.slow
+
 # By default, these have all variants: a method with all kinds of state, and personal learners.
 WHOLE = ("fedgmm", "pfedme")
 
@@ -168,7 +170,10 @@ def test_learners_of_ones_own_with_dropout_go_on_exactly(tmp_path, rng):
 
 @pytest.mark.usefixtures("thin_mobilenet")
 @pytest.mark.parametrize("server", [pytest.param("momentum", marks=pytest.mark.slow), "adam"])
-@pytest.mark.parametrize("algorithm", ["fedgmm", "fedem", "fedavg", "clustered", "pfedme"])
+@pytest.mark.parametrize(
+    "algorithm",
+    ["fedgmm", "clustered", *(pytest.param(n, marks=SLOW) for n in ("fedem", "fedavg", "pfedme"))],
+)
 def test_running_statistics_go_on(tmp_path, rng, algorithm, server):
     """Batch normalisation's statistics are in the learners, but not in the server's averages."""
     pictures = rng.integers(0, 256, size=(12, 3, 8, 8)).astype(np.uint8)
@@ -240,7 +245,7 @@ def test_ctrl_c_at_any_moment(tmp_path, algorithm):
     expected = train(data, algorithm, **kwargs)
     calls = calls_until(math.inf, lambda: train(data, algorithm, **kwargs))
     outcomes = set()
-    for number, after in enumerate(np.random.default_rng(1).integers(1, calls, size=15)):
+    for number, after in enumerate(np.random.default_rng(1).integers(1, calls, size=10)):
         checkpoint = Checkpoint(tmp_path / str(number), 2)
 
         def interrupted(after=after, checkpoint=checkpoint):
