@@ -40,8 +40,8 @@ from fedgmm.model.saving import load, save
 from fedgmm.nets.devices import resolve_device
 from fedgmm.training.build import build, build_warm_up, learner_network
 from fedgmm.training.checkpoint import Phase
-from fedgmm.training.local import LocalClients, named, step_of, unnamed
-from fedgmm.training.loop import Replies
+from fedgmm.training.local import LocalClients
+from fedgmm.training.loop import Replies, named, step_of, unnamed
 from fedgmm.training.options import TrainingOptions
 from fedgmm.training.ranks import (
     ElsewhereError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,13 +14,11 @@ from typing import Any, Literal, Never
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedgmm.core.checks import check_integer, check_known
 from fedgmm.core.moments import Scaling, scaled, scaling_of
-from fedgmm.core.params import Params, take_clients
+from fedgmm.core.params import Params
 from fedgmm.core.pca import PCA, fit_pca, moments_of
-from fedgmm.core.randomness import client_keys, row_uniforms
 from fedgmm.core.streaming import lanes_only
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.federated import ClientRows
@@ -30,7 +28,6 @@ from fedgmm.methods.base import (
     SHARED_LEARNERS,
     AnyMethod,
     DivergedError,
-    NamedRows,
     Prediction,
     RoundInfo,
 )
@@ -56,7 +53,15 @@ from fedgmm.training.checkpoint import (
     read_checkpoint,
     save_progress,
 )
-from fedgmm.training.loop import Replies, Run, Training, as_callbacks, run_rounds
+from fedgmm.training.loop import (
+    Participates,
+    Participation,
+    Run,
+    StackedClients,
+    Training,
+    as_callbacks,
+    run_rounds,
+)
 from fedgmm.training.options import TrainingOptions
 from fedgmm.training.private import (
     Account,
@@ -73,21 +78,16 @@ from fedgmm.wording import counted
 OnTrainingRound = Callable[[dict[str, float]], None]
 """Called after every round with its entry of the history."""
 
-Participates = Callable[[int, Hashable], bool]
-"""Returns whether a client replies in a round."""
-
 INTERRUPTED = "interrupted"
 """The reason why a model's training stopped, after Ctrl-C."""
 
 UNSET: Any = type("Unset", (), {"__repr__": lambda _: "<as in options>"})()
 """Default of the keywords of :func:`train`: not given, so that ``None`` is a value of its own."""
 
-_PARTICIPATION_STREAM = 307
 _WATCHED_ROWS = 20_000
 _REFIT_ROUNDS, _REFIT_TOL = 20, 1e-6
 _DECIDING_ROWS = 30  # validation rows; fewer say little about label frequencies
 _COUNTED_ROWS = 150  # training rows that may decide in place of validation rows, each left out
-
 
 _ELSEWHERE = {"random_state": "seed", "max_iter": "rounds"}
 """Names of scikit-learn that are far from ours."""
@@ -95,56 +95,6 @@ _ELSEWHERE = {"random_state": "seed", "max_iter": "rounds"}
 
 class DivergenceWarning(UserWarning):
     """Training stopped because a client's learner was not finite."""
-
-
-# ---------------------------------------------------------------------- clients in this process
-
-
-@dataclass(frozen=True)
-class Participation:
-    """The clients that take part in a round."""
-
-    fraction: float = 1.0  # share of the clients that the server asks, drawn again in every round
-    answers: Participates | None = None  # which of them reply; ``None`` means all
-    seed: int = 0  # of the draw, which depends on a client's name and the round
-
-    def clients(self, names: tuple[Hashable, ...], round_number: int) -> Tensor | None:
-        """Return sorted codes of the clients whose replies count; ``None`` means all."""
-        if self.fraction >= 1.0 and self.answers is None:
-            return None
-        codes = np.arange(len(names))
-        if self.fraction < 1.0:
-            keys, zero = client_keys(names), np.zeros(len(names), dtype=np.int64)
-            lots = row_uniforms(self.seed, _PARTICIPATION_STREAM + round_number, keys, zero)
-            asked = max(1, round(self.fraction * len(names)))
-            codes = np.sort(np.argsort(lots, kind="stable")[:asked])
-        if self.answers is not None:
-            there = [code for code in codes if self.answers(round_number, names[code])]
-            codes = np.array(there, dtype=np.int64)
-        return torch.from_numpy(codes.astype(np.int64))
-
-
-@dataclass(frozen=True)
-class StackedClients:
-    """Clients whose rows are stacked in this process, so one client step runs all of them."""
-
-    rows: NamedRows  # of all clients
-    # the clients that take part in a round
-    participation: Participation = field(default_factory=Participation)
-
-    def step(self, method: Any, shared: Any, personal: Any, number: int) -> Replies | None:
-        """Run a round on the clients that take part; the others keep their personal parts."""
-        clients = self.participation.clients(self.rows.names, number)
-        if clients is not None and not len(clients):
-            return None
-        return step_of(clients, self.rows, method, shared, personal, number)
-
-    def accepted(self, number: int, info: RoundInfo) -> dict[str, Any]:
-        """Return nothing to add to the history."""
-        return {}
-
-    def remember_best(self) -> None:
-        """Do nothing, because the loop holds the personal parts of the best round."""
 
 
 @dataclass(frozen=True)
@@ -171,32 +121,12 @@ class LocalClients(StackedClients):
             return float(model.score_samples(rows.inputs.cpu().numpy(), rows.owners).mean())
         return -model.evaluate("validation").mean_log_loss
 
+    def accepted(self, number: int, info: RoundInfo) -> dict[str, Any]:
+        """Return nothing to add to the history."""
+        return {}
 
-def step_of(
-    clients: Tensor | None, rows: NamedRows, method: Any, shared: Any, personal: Any, number: int
-) -> Replies:
-    """Run a round on some clients, given by codes, or on all; the others keep their personal parts."""
-    if clients is None:
-        return Replies(*method.client_step(shared, personal, rows, number))
-    parts = {name: value.clone() for name, value in named(personal).items()}
-    taking_part = unnamed(take_clients(parts, clients))
-    own, sums = method.client_step(shared, taking_part, rows.select(clients), number)
-    for name, value in named(own).items():
-        parts[name][clients] = value
-    return Replies(unnamed(parts), sums)
-
-
-def named(personal: Any) -> dict[str, Tensor]:
-    """Return personal parts, a tensor or a dictionary with a client axis, as named tensors."""
-    return personal if isinstance(personal, dict) else {"": personal}
-
-
-def unnamed(tensors: dict[str, Tensor]) -> Any:
-    """Return personal parts from the tensors of :func:`named`."""
-    return tensors[""] if set(tensors) == {""} else tensors
-
-
-# ---------------------------------------------------------------------- training
+    def remember_best(self) -> None:
+        """Do nothing, because the loop holds the personal parts of the best round."""
 
 
 def train(  # noqa: D417 (the options are described in TrainingOptions)
