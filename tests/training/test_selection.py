@@ -359,13 +359,11 @@ def test_sizes_beyond_the_rows_are_refused(name):
 
 def test_test_rows_play_no_part_in_the_choice():
     data = synthetic(6, 100, components=2, dimensions=3, seed=0).dataset
-    first = select_mixture(local_score(data), TrainingOptions(), candidates=(1, 2), rounds=3)
+    options = TrainingOptions(rounds=3)
+    first = select_mixture(local_score(data), options, candidates=(1, 2))
     data.test.inputs.fill_(1e6)
     data.test.labels.copy_(1 - data.test.labels)
-    assert (
-        select_mixture(local_score(data), TrainingOptions(), candidates=(1, 2), rounds=3).scores
-        == first.scores
-    )
+    assert select_mixture(local_score(data), options, candidates=(1, 2)).scores == first.scores
 
 
 def test_the_record_is_strict_json():

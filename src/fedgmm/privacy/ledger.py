@@ -222,7 +222,11 @@ class Ledger:
         self.witness.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{self.witness}.lock"):
             entries, identity, last, size = self._verified()
-            self._check_table(entry.table, identity)
+            for name, one in self._witnesses().items():
+                if name != identity and entry.table in one["tables"]:
+                    raise LedgerError(
+                        f"Releases about this table are counted in {one['path']}; use that folder."
+                    )
             _check_limit(entries, entry.unit, [entry.release], limit)
             own = [one for one in entries if one.run == entry.run]
             _check_limit(own, entry.unit, [entry.release], plan, "this run's budget")
@@ -237,25 +241,14 @@ class Ledger:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(self.path, first)
             line = _line(len(entries) + 1, last, _record(entry))
-            self._append(size, line)
+            with self.path.open("r+b") as file:
+                file.truncate(size)
+                file.seek(size)
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
             tables = sorted({*(one.table for one in entries), entry.table})
             self._write_witness(identity, len(entries) + 1, _hash(line), tables)
-
-    def _check_table(self, table: str, identity: str) -> None:
-        """Raise if another ledger with the same witness counts the table."""
-        for name, one in self._witnesses().items():
-            if name != identity and table in one["tables"]:
-                raise LedgerError(
-                    f"Releases about this table are counted in {one['path']}; use that folder."
-                )
-
-    def _append(self, size: int, line: bytes) -> None:
-        with self.path.open("r+b") as file:
-            file.truncate(size)
-            file.seek(size)
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
 
     def _write_witness(self, identity: str, count: int, last: str, tables: list[str]) -> None:
         witnesses = self._witnesses()

@@ -212,7 +212,7 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
     def layout(self, name: str, columns: int) -> NoisySums:
         """Return the parts of a release, with bounds for one row; for a client they are clipped further."""
         if name.startswith(LENGTHS):
-            return NormBins(self.layout(name.removeprefix(LENGTHS), columns)).release
+            return self._bins(name, columns).release
         d, r = columns, radius(columns)
         triangle = d * (d + 1) // 2
         if name == "columns":
@@ -257,6 +257,9 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             tuple(Part(n, *one, share=shares[n] / total) for n, one in sorted(found.items()))
         )
 
+    def _bins(self, name: str, columns: int) -> NormBins:
+        return NormBins(self.layout(name.removeprefix(LENGTHS), columns))
+
     def round_shares(self) -> Mapping[str, float]:
         """Return how the parts of a round share its budget, before those that it lacks are left out."""
         if self.components == self.base.learners == 1 and self._classes > 1:
@@ -267,9 +270,8 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         """Return the sums of a release over some rows, which are those of one client for lengths."""
         where = shared.coordinates
         if name.startswith(LENGTHS):
-            own = name.removeprefix(LENGTHS)
-            bins = NormBins(self.layout(own, len(where.mean)))
-            return bins.contributions(self.contributions(own, shared, rows))
+            own = self.contributions(name.removeprefix(LENGTHS), shared, rows)
+            return self._bins(name, len(where.mean)).contributions(own)
         match name:
             case "columns":
                 return column_sums(rows)
@@ -314,7 +316,7 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         shared = replace(shared, spent=torch.cat([shared.spent, noisy[MUS]]))
         where = shared.coordinates
         if name.startswith(LENGTHS):
-            bins = NormBins(self.layout(name.removeprefix(LENGTHS), len(where.mean)))
+            bins = self._bins(name, len(where.mean))
             parts = bins.clipped_layout(noisy, deviation, _QUANTILE).parts
             found = [one.bound for one in parts] + [0.0] * (_MOST_PARTS - len(parts))
             return replace(shared, bounds=torch.tensor(found, dtype=torch.float64))

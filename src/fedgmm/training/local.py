@@ -69,7 +69,7 @@ from fedgmm.training.private import (
     check_private,
     declared_scaling,
     descends,
-    private_options,
+    private_rounds,
     unit_weights,
     warn_of_noise,
 )
@@ -264,8 +264,9 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
         if several_ranks():
             raise ValueError("epsilon is for one process; start the training without torchrun.")
         check_private(dataset, chosen, budget)
-        chosen = private_options(chosen, budget)
-        budget = replace(budget, rounds=chosen.rounds)
+        noised = private_rounds(chosen, budget)
+        # a log-likelihood full of noise must not end the run
+        chosen, budget = replace(chosen, rounds=noised, tol=None), replace(budget, rounds=noised)
     if until is not None:
         check_integer("until", until, 1)
     callbacks = as_callbacks(on_round)

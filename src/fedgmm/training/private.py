@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -122,11 +122,6 @@ def warn_of_noise(method: PrivateMixture, dataset: FederatedDataset) -> None:
         warnings.warn(str(found), NoiseWarning, stacklevel=4)
 
 
-def private_options(options: TrainingOptions, privacy: Privacy) -> TrainingOptions:
-    """Return the options of a private run: few rounds, and no end by a log-likelihood full of noise."""
-    return replace(options, rounds=private_rounds(options, privacy), tol=None)
-
-
 def private_rounds(options: TrainingOptions, privacy: Privacy) -> int:
     """Return the number of noised rounds of a run."""
     linear = options.learner == "linear" or options.algorithm == DENSITY
@@ -169,11 +164,8 @@ class Account:
     def __init__(self, privacy: Privacy, checkpoint: Path | None = None, table: str = "") -> None:
         assert privacy.epsilon is not None
         assert privacy.delta is not None
-        self._budget, self._unit, self._table = (
-            Budget(privacy.epsilon, privacy.delta),
-            privacy.unit,
-            table,
-        )
+        self._budget = Budget(privacy.epsilon, privacy.delta)
+        self._unit, self._table = privacy.unit, table
         self._run = "" if checkpoint is None else checkpoint.name
         self.budget = mu_of(privacy.epsilon, privacy.delta)
         self.ledger = None if checkpoint is None else Ledger.of_runs(checkpoint.parent)

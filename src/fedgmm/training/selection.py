@@ -177,7 +177,6 @@ def select_mixture(
     candidates: Sequence[int] = _CANDIDATES,
     rows: int | None = None,
     noise: float = 1.0,
-    rounds: int = _TRIAL_ROUNDS,
     notify: Notify = lambda _: None,
 ) -> MixtureSelection:
     """Choose ``M1`` and ``M2`` by the likelihood of validation rows after short runs.
@@ -195,7 +194,7 @@ def select_mixture(
     """
     if not candidates:
         raise ValueError("candidates is empty; give at least one number.")
-    options = _for_trials(options, rounds)
+    options = _for_trials(options)
     if options.algorithm == DENSITY:
         learners = 1
     evidence: Evidence = "inputs" if learners == 1 else "labels"
@@ -249,13 +248,14 @@ def noise_in(dataset: FederatedDataset) -> float:
     return label_noise(np.sum(counts, axis=0)) * factor
 
 
-def _for_trials(options: TrainingOptions, rounds: int) -> TrainingOptions:
-    return replace(options, rounds=min(rounds, options.rounds), patience=None, refit=False)
+def _for_trials(options: TrainingOptions) -> TrainingOptions:
+    rounds = min(_TRIAL_ROUNDS, options.rounds)
+    return replace(options, rounds=rounds, patience=None, refit=False)
 
 
 def _best_ridge(score: Score, options: TrainingOptions, notify: Notify) -> float:
     """Return the penalty of exact steps under which the labels of validation rows are most likely."""
-    options, scores = _for_trials(options, _TRIAL_ROUNDS), {}
+    options, scores = _for_trials(options), {}
     for ridge in _RIDGES:
         notify(f"trying ridge {ridge:g}")
         scores[ridge] = score(replace(options, ridge=ridge), "labels")
