@@ -90,8 +90,13 @@ def test_every_method_goes_on_from_every_round_to_the_same_bits(tmp_path, algori
         ]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("algorithm", ["fedgmm", "fedavg+", "clustered"])
+@pytest.mark.parametrize(
+    ("algorithm", "variant"),
+    [
+        pytest.param(*case, marks=[SLOW] * (case[0] != "fedgmm" and case[1] != "all kinds"))
+        for case in product(("fedgmm", "fedavg+", "clustered"), VARIANTS)
+    ],
+)
 def test_a_training_in_several_calls_ends_as_one_in_a_single_call(tmp_path, algorithm, variant):
     data, options = data_set(algorithm), {**SMALL, **VARIANTS[variant]}
     model = train(data, algorithm, **options)
