@@ -26,7 +26,7 @@ def test_delta_is_the_likelihood_ratio_tests_excess(mu, epsilon):
     assert delta_of(mu, epsilon) == pytest.approx(excess, rel=1e-9)
 
 
-@pytest.mark.parametrize(("epsilon", "releases"), [(0.1, 1), (1.0, 22), (4.0, 22), (8.0, 1)])
+@pytest.mark.parametrize(("epsilon", "releases"), [(0.1, 1), (1.0, 1), (4.0, 22), (8.0, 22)])
 def test_closed_form_agrees_with_privacy_loss_distributions(epsilon, releases):
     mu = mu_of(epsilon, 1e-5) / math.sqrt(releases)
     loss = from_gaussian_mechanism(1 / mu).self_compose(releases)
@@ -61,12 +61,12 @@ def test_nothing_costs_nothing():
 
 
 def test_sampling_costs_less_and_agrees_with_dp_accounting():
-    releases = [Release(1.0, 0.05, 10), Release(0.2)]
-    loss = from_gaussian_mechanism(1.0, sampling_prob=0.05).self_compose(10)
-    loss = loss.compose(from_gaussian_mechanism(5.0))
+    releases = [Release(0.5, 0.05, 10), Release(0.1)]
+    loss = from_gaussian_mechanism(2.0, sampling_prob=0.05).self_compose(10)
+    loss = loss.compose(from_gaussian_mechanism(10.0))
     found = spent(releases, 1e-5)
     assert found == pytest.approx(loss.get_epsilon_for_delta(1e-5), rel=1e-3)
-    assert found < 0.5 * spent([Release(1.0, times=10), Release(0.2)], 1e-5)
+    assert found < 0.5 * spent([Release(0.5, times=10), Release(0.1)], 1e-5)
 
 
 @pytest.mark.parametrize(
