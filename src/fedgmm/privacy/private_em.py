@@ -372,13 +372,8 @@ def log_likelihood_range(columns: int, classes: int, density: bool) -> tuple[flo
 def own_weights(log_p: Tensor, codes: Tensor, weights: Tensor, rounds: int) -> Tensor:
     """Return clients' weights ``π_c``, ``(C, M1 · M2)``, learned by EM from the federation's.
 
-    The federation's weights count for one row of each client.
-
-    Args:
-        log_p: ``log N(x; m1) + log P_m2(y|x)`` of the clients' rows, ``(n, M1, M2)``.
-        codes: the client of each row, ``(n,)``.
-        weights: of the federation, repeated for each client, ``(C, M1 · M2)``.
-        rounds: number of iterations.
+    The federation's weights, repeated for each client, count for one row of each. ``log_p`` are
+    ``log N(x; m1) + log P_m2(y|x)`` of the rows, ``(n, M1, M2)``, and ``codes`` their clients.
     """
     log_p = log_p.flatten(1)
     p = (log_p - log_p.amax(1, keepdim=True)).exp()
