@@ -200,9 +200,9 @@ class Ledger:
         except (ValueError, TypeError, KeyError, AttributeError):
             raise LedgerError(f"{self.witness} is damaged; restore the newest copy.") from None
 
-    def spent(self, unit: str, delta: float, run: str | None = None) -> float:
-        """Return the ``ε`` of all releases that concern a unit, or of those of one run."""
-        return spent(_releases(self.entries(), unit, run), delta)
+    def spent(self, unit: str, delta: float) -> float:
+        """Return the ``ε`` of all releases that concern a unit."""
+        return spent(_releases(self.entries(), unit), delta)
 
     # ------------------------------------------------------------------ writing
 
@@ -291,7 +291,7 @@ def accounts(entries: Iterable[Entry], delta: float) -> list[Account]:
     return found
 
 
-def _releases(entries: Iterable[Entry], unit: str, run: str | None = None) -> list[Release]:
+def _releases(entries: Iterable[Entry], unit: str) -> list[Release]:
     """Return the releases that count for a unit; one about a larger unit counts with twice its ``μ``.
 
     A row that a client loses replaces the client's contribution by another one. That is a change by up to
@@ -301,7 +301,7 @@ def _releases(entries: Iterable[Entry], unit: str, run: str | None = None) -> li
     return [
         one.release if one.unit == unit else replace(one.release, mu=2 * one.release.mu)
         for one in entries
-        if UNITS.index(one.unit) >= place and (run is None or one.run == run)
+        if UNITS.index(one.unit) >= place
     ]
 
 
