@@ -206,6 +206,7 @@ def test_units_of_networks(federation, unit):
     assert f"per {unit}" in model.budget
 
 
+@pytest.mark.filterwarnings("ignore::fedgmm.training.private.NoiseWarning")  # few images
 @pytest.mark.parametrize("as_bytes", [False, True])
 def test_images(as_bytes, tmp_path):
     rng = np.random.default_rng(0)
