@@ -25,7 +25,7 @@ def subsets(codes, least):
         yield from itertools.combinations(codes, size)
 
 
-@pytest.mark.parametrize("count", [3, 4, 5, 6])
+@pytest.mark.parametrize("count", [3, 4, 5, pytest.param(6, marks=pytest.mark.slow)])
 def test_sums_are_exact_for_every_pattern_of_dropouts(count):
     """A site may drop before its shares, before its vector, before its reply, or never."""
     vectors = random_vectors(count)

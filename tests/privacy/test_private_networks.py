@@ -206,14 +206,15 @@ def test_units_of_networks(federation, unit):
     assert f"per {unit}" in model.budget
 
 
+@pytest.mark.filterwarnings("ignore::fedgmm.training.private.NoiseWarning")  # few images
 @pytest.mark.parametrize("as_bytes", [False, True])
 def test_images(as_bytes, tmp_path):
     rng = np.random.default_rng(0)
-    y = rng.integers(0, 2, 80)
-    x = rng.uniform(0, 100, (80, 1, 8, 8))
+    y = rng.integers(0, 2, 48)
+    x = rng.uniform(0, 100, (48, 1, 8, 8))
     x[y == 1, :, :4] += 100.0
     x = x.astype(np.uint8 if as_bytes else np.float32)
-    data = FederatedDataset.from_arrays(x, y, np.arange(80) % 4)
+    data = FederatedDataset.from_arrays(x, y, np.arange(48) % 4)
     budget = replace(LOOSE, bounds=(0, 255), rounds=6)
     model = train(data, "fedavg", learner="cnn", lr=0.3, privacy=budget)
     assert model.privacy["releases"] == 6  # no moments of columns

@@ -22,7 +22,7 @@ def test_fewer_shares_fit_every_key():
     shares = split(os.urandom(32), [1, 2, 3], 3)
     known = {x: shares[x] for x in (1, 2)}
     other = os.urandom(32)
-    weights = weights_at_zero([1, 2, 3])
+    weights = weights_at_zero((1, 2, 3))
     rest = int.from_bytes(other, "big") - sum(
         w * y for w, y in zip(weights, known.values(), strict=False)
     )

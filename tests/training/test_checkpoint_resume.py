@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
+import random
 import sys
+import time
 import warnings
 from functools import wraps
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +19,15 @@ from torch import nn
 
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods.fedgmm import FedGMM
-from fedgmm.training.checkpoint import Checkpoint, CheckpointError, save_progress
+from fedgmm.training.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    read_checkpoint,
+    save_progress,
+)
 from fedgmm.training.local import DivergenceWarning, train
 from fedgmm.training.options import ALGORITHMS
+from forked import five_clients, forks, slow_training
 from small_checkpoints import (
     SMALL,
     assert_same_file,
@@ -49,6 +55,8 @@ VARIANTS = {
     "settled": {"rounds": 12, "tol": 0.02, "aggregation": "paper", "covariance_type": "diag"},
 }
 
+
+SLOW = pytest.mark.slow
 
 # By default, these have all variants: a method with all kinds of state, and personal learners.
 WHOLE = ("fedgmm", "pfedme")
@@ -82,8 +90,13 @@ def test_every_method_goes_on_from_every_round_to_the_same_bits(tmp_path, algori
         ]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("algorithm", ["fedgmm", "fedavg+", "clustered"])
+@pytest.mark.parametrize(
+    ("algorithm", "variant"),
+    [
+        pytest.param(*case, marks=[SLOW] * (case[0] != "fedgmm" and case[1] != "all kinds"))
+        for case in product(("fedgmm", "fedavg+", "clustered"), VARIANTS)
+    ],
+)
 def test_a_training_in_several_calls_ends_as_one_in_a_single_call(tmp_path, algorithm, variant):
     data, options = data_set(algorithm), {**SMALL, **VARIANTS[variant]}
     model = train(data, algorithm, **options)
@@ -162,7 +175,10 @@ def test_learners_of_ones_own_with_dropout_go_on_exactly(tmp_path, rng):
 
 @pytest.mark.usefixtures("thin_mobilenet")
 @pytest.mark.parametrize("server", [pytest.param("momentum", marks=pytest.mark.slow), "adam"])
-@pytest.mark.parametrize("algorithm", ["fedgmm", "fedem", "fedavg", "clustered", "pfedme"])
+@pytest.mark.parametrize(
+    "algorithm",
+    ["fedgmm", "clustered", *(pytest.param(n, marks=SLOW) for n in ("fedem", "fedavg", "pfedme"))],
+)
 def test_running_statistics_go_on(tmp_path, rng, algorithm, server):
     """Batch normalisation's statistics are in the learners, but not in the server's averages."""
     pictures = rng.integers(0, 256, size=(12, 3, 8, 8)).astype(np.uint8)
@@ -234,7 +250,7 @@ def test_ctrl_c_at_any_moment(tmp_path, algorithm):
     expected = train(data, algorithm, **kwargs)
     calls = calls_until(math.inf, lambda: train(data, algorithm, **kwargs))
     outcomes = set()
-    for number, after in enumerate(np.random.default_rng(1).integers(1, calls, size=15)):
+    for number, after in enumerate(np.random.default_rng(1).integers(1, calls, size=10)):
         checkpoint = Checkpoint(tmp_path / str(number), 2)
 
         def interrupted(after=after, checkpoint=checkpoint):
@@ -352,54 +368,6 @@ def test_divergence_is_kept_and_told_again(tmp_path, warmup):
 
 # ---------------------------------------------------------------------- a power cut
 
-KILLED = """
-import os, random, signal, sys, time
-from pathlib import Path
-
-import numpy as np
-
-sys.path.insert(0, sys.argv[1])
-from fedgmm.training.checkpoint import Checkpoint, read_checkpoint
-from fedgmm.training.local import train
-from supervised import federation
-
-path, algorithm, kills = Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-lots = random.Random(kills)
-
-
-def state_of_file():
-    return path.stat().st_mtime_ns if path.exists() else 0
-
-
-def life(last):
-    data = federation(np.random.default_rng(5), sizes=(20, 40, 17, 26, 9))
-    rounds = []
-
-    def pause(entry):
-        rounds.append(entry)
-        if len(rounds) == 8 and not last:
-            time.sleep(60)  # on a busy machine: not to the end before it is killed
-        time.sleep(0.002)
-
-    train(data, algorithm, checkpoint=Checkpoint(path, 1), on_round=[pause], OPTIONS)
-    os._exit(0)
-
-
-for number in range(kills + 1):
-    child = os.fork()
-    if not child:
-        life(number == kills)
-    if number < kills:
-        for _ in range(lots.randint(1, 3)):  # it gets a little further every time, then it dies
-            before = state_of_file()
-            while state_of_file() == before:
-                time.sleep(1e-4)
-        time.sleep(lots.uniform(0.0, 0.012))
-        os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    print(read_checkpoint(path).facts["round"], os.waitstatus_to_exitcode(status))
-"""
-
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
 @pytest.mark.parametrize(
@@ -411,22 +379,28 @@ for number in range(kills + 1):
 )
 def test_a_process_that_is_killed_again_and_again(tmp_path, algorithm, kills):
     options = {**SMALL, "rounds": 8 * kills + 4, "warmup": 2, "server": "adam", "patience": 99}
-    script = tmp_path / "life.py"
-    script.write_text(KILLED.replace("OPTIONS", f"**{options!r}"))
-    tests = Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, script, tests, tmp_path / "killed", algorithm, str(kills)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lives = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert [code for _, code in lives] == [-9] * kills + [0]
-    rounds = [number for number, _ in lives]
+    path, lots, rounds = tmp_path / "killed", random.Random(kills), []
+
+    def state_of_file():
+        return path.stat().st_mtime_ns if path.exists() else 0
+
+    for number in range(kills + 1):
+        last = number == kills
+        # on a busy machine it pauses, so that it does not end before it is killed
+        process = forks.Process(target=slow_training, args=(path, algorithm, options, not last))
+        process.start()
+        if not last:
+            for _ in range(lots.randint(1, 3)):  # it gets a little further every time
+                before = state_of_file()
+                while state_of_file() == before:
+                    assert process.is_alive()
+                    time.sleep(1e-3)
+            time.sleep(lots.uniform(0.0, 0.012))
+            process.kill()
+        process.join(100)
+        assert process.exitcode == (0 if last else -9)
+        rounds.append(read_checkpoint(path).facts["round"])
     assert rounds == sorted(rounds)
     assert rounds[0] < rounds[-2] < rounds[-1]  # killed in different rounds, before the end
-    data = federation(np.random.default_rng(5), sizes=(20, 40, 17, 26, 9))
-    train(data, algorithm, checkpoint=Checkpoint(tmp_path / "free"), **options)
+    train(five_clients(), algorithm, checkpoint=Checkpoint(tmp_path / "free"), **options)
     assert_same_file(tmp_path / "killed", tmp_path / "free")

@@ -105,7 +105,7 @@ def test_ranks_support_numbers_and_weights(monkeypatch, rng):
 
 
 def test_ranks_support_images_with_own_features(monkeypatch, rng):
-    pictures = images(rng)
+    pictures = images(rng, rows=10)
     rows = [pictures.train.inputs, pictures.train.labels, pictures.train.codes]
     x, y, clients = (part.numpy() for part in rows)
     features = x.reshape(len(x), -1)[:, :5].astype(np.float64)

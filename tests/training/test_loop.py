@@ -9,8 +9,7 @@ import torch
 from fedgmm.data.federated import client_rows
 from fedgmm.methods.base import DivergedError, RoundInfo
 from fedgmm.methods.gmm import FederatedGMM
-from fedgmm.training.local import Participation, StackedClients
-from fedgmm.training.loop import Run, has_converged, run_rounds
+from fedgmm.training.loop import Participation, Run, StackedClients, has_converged, run_rounds
 from oracles import assert_close
 
 ROWS = client_rows([np.zeros((2, 1))], np.array([0, 1]), ["a", "b"])

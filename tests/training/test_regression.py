@@ -155,7 +155,7 @@ def small_network():
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_method_predicts_numbers(dataset, algorithm):
     options = {"batch_size": 16, "finetune_epochs": 10, "penalty": 1.0}
-    found = train(dataset, algorithm, components=1, learners=2, rounds=20, **options)
+    found = train(dataset, algorithm, components=1, learners=2, rounds=8, **options)
     constant = dataset.test.labels.std()
     alone = algorithm in ("fedavg", "fedprox")
     assert found.evaluate().pooled["rmse"] < (1.2 if alone else 0.8) * constant

@@ -124,9 +124,9 @@ def test_candidates_must_be_numbers_that_can_be_tried(planted):
     ],
 )
 def test_the_planted_mixture_is_found(size, seed):
-    data = synthetic(12, 300, components=size, dimensions=6, seed=seed).dataset
-    options = TrainingOptions(rounds=10)
-    found = select_mixture(local_score(data), options, candidates=(1, 2, 3, 4, 5))
+    data = synthetic(12, 200, components=size, dimensions=4, seed=seed).dataset
+    options = TrainingOptions(rounds=8)
+    found = select_mixture(local_score(data), options, candidates=(1, 2, 3, 4))
     assert (found.components, found.learners) == (size, size)
     assert found.scores[size, size] >= max(found.scores.values()) - 2e-3
 
@@ -160,8 +160,8 @@ def choose(data, options, open_choices=(), sizes_given=True):
     )
 
 
-def test_train_chooses_sizes(tmp_path):
-    data = synthetic(8, 200, components=2, dimensions=4, seed=0).dataset
+def test_train_chooses_sizes():
+    data = synthetic(4, 200, components=2, dimensions=4, seed=0).dataset
     model = train(data, components="auto", learners="auto", rounds=8)
     assert (model.n_components, model.n_learners) == (2, 2)
     assert (model.options["components"], model.options["learners"]) == (2, 2)
@@ -297,7 +297,7 @@ def test_trials_run_without_patience():
 
 
 def test_small_data_choose_if_no_size_was_given(monkeypatch):
-    data = synthetic(8, 200, components=2, dimensions=4, seed=0).dataset
+    data = synthetic(4, 200, components=2, dimensions=4, seed=0).dataset
     options = TrainingOptions(rounds=8)
     chosen, found = choose(data, options, sizes_given=False)
     assert found is not None
@@ -359,13 +359,11 @@ def test_sizes_beyond_the_rows_are_refused(name):
 
 def test_test_rows_play_no_part_in_the_choice():
     data = synthetic(6, 100, components=2, dimensions=3, seed=0).dataset
-    first = select_mixture(local_score(data), TrainingOptions(), candidates=(1, 2), rounds=3)
+    options = TrainingOptions(rounds=3)
+    first = select_mixture(local_score(data), options, candidates=(1, 2))
     data.test.inputs.fill_(1e6)
     data.test.labels.copy_(1 - data.test.labels)
-    assert (
-        select_mixture(local_score(data), TrainingOptions(), candidates=(1, 2), rounds=3).scores
-        == first.scores
-    )
+    assert select_mixture(local_score(data), options, candidates=(1, 2)).scores == first.scores
 
 
 def test_the_record_is_strict_json():
@@ -429,8 +427,10 @@ def test_sites_that_differ_in_their_labels_alone_get_several_learners():
     y = (x * slopes[sites]).sum(1) + rng.logistic(size=1000) > 0
     data = FederatedDataset.from_arrays(x, y, sites)
     options = TrainingOptions(ridge=10.0, rounds=8)
-    found = select_mixture(local_score(data), options, rows=len(data.train))
+    sizes = {"rows": len(data.train), "candidates": (1, 2, 3, 6)}
+    found = select_mixture(local_score(data), options, **sizes)
     assert found.components == 1
+    assert (2, 1) in found.scores  # both sizes together would have chosen two Gaussians
     assert found.learners > 1
 
 

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 
 from fedgmm.model.saving import load
 from fedgmm.runs.fitting import fit, resume
+from forked import command, forks
 
 OPTIONS = {"components": 2, "learners": 2, "dtype": "float64", "checkpoint_every": 1}
 ROUNDS = 6
@@ -31,36 +31,22 @@ def arguments(files, out, rounds):
     ]
 
 
-RANKS = """
-import os, sys
-
-import fedgmm.runs.fitting, fedgmm.training.distributed  # once for both processes
-from fedgmm.cli import main
-
-children = []
-for rank in range(2):
-    children.append(os.fork())
-    if not children[-1]:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        sys.exit(main())
-sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
-"""
-
-
-def two_ranks(*command):
-    """The two processes that torchrun would start, without its own imports."""
+def two_ranks(folder, *arguments):
+    """Run the two processes that torchrun would start, without its own imports."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", RANKS, *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **here, **sizes},
-    )
+    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    logs, ranks = [folder / "log 0", folder / "log 1"], []
+    for rank, log in enumerate(logs):
+        own = {**here, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(forks.Process(target=command, args=(list(arguments), own, log)))
+        ranks[-1].start()
+    for process in ranks:
+        process.join(200)
+    assert logs[1].read_text(encoding="utf-8") == ""  # only rank 0 prints
+    return max(process.exitcode for process in ranks), logs[0].read_text(encoding="utf-8")
 
 
 def torchrun(ranks, *command):
@@ -72,6 +58,12 @@ def torchrun(ranks, *command):
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+
+
+def by_torchrun(_, *command):
+    process = torchrun(2, *command)
+    printed, notes = process.communicate(timeout=200)
+    return process.returncode, printed + notes
 
 
 @pytest.fixture(scope="module")
@@ -95,15 +87,12 @@ def assert_same_model(one, other):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
-@pytest.mark.parametrize(
-    "launch", [two_ranks, pytest.param(partial(torchrun, 2), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("launch", [two_ranks, pytest.param(by_torchrun, marks=pytest.mark.slow)])
 def test_fit_on_two_processes(files, tmp_path, launch):
-    process = launch(*arguments(files, tmp_path / "two", ROUNDS))
+    code, printed = launch(tmp_path, *arguments(files, tmp_path / "two", ROUNDS))
+    assert code == 0, printed
+    assert printed.count("Run:") == 1
     fit(files, "y", tmp_path / "one", rounds=ROUNDS, tol=0.0, **OPTIONS)
-    printed, notes = process.communicate(timeout=200)
-    assert process.returncode == 0, notes
-    assert printed.count("Run:") == 1  # only rank 0 prints
     assert_same_model(tmp_path / "one", tmp_path / "two")
 
 

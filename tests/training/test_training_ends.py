@@ -191,7 +191,7 @@ def test_history_tells_every_round(rng):
 @pytest.mark.parametrize("algorithm", ["fedavg", pytest.param("pfedme", marks=pytest.mark.slow)])
 def test_a_limit_to_gradients_trains_where_clients_have_two_images(rng, algorithm):
     """Batch normalisation of two rows has gradients of a million and more."""
-    pictures = rng.integers(0, 256, size=(8, 3, 32, 32)).astype(np.uint8)
+    pictures = rng.integers(0, 256, size=(8, 3, 16, 16)).astype(np.uint8)
     data = FederatedDataset.from_arrays(pictures, np.arange(8) % 2, np.arange(8) % 2)
     options = {"learner": "mobilenet", "lr": 0.01, "rounds": 2}
     with pytest.warns(DivergenceWarning, match="clip_norm, such as 10"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import product
 
 import numpy as np
 import pytest
@@ -24,6 +25,9 @@ SETTINGS = {
     "split, warm-up, momentum": {"start": "split", "warmup": 1, "server": "momentum"},
     "adam": {"server": "adam", "weight_decay": 0.1, "momentum": 0.5, "clip_norm": 1.0},
 }
+
+WHOLE = ("fedgmm", "pfedme")
+"""Methods with all settings by default: one with all kinds of state, and one with personal learners."""
 
 
 class Frozen(nn.Module):
@@ -55,10 +59,15 @@ def made_by_factory(seed):
     return {**module.state_dict(), "order": module.order}
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("algorithm", "setting"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case[0] not in WHOLE and case[1] != "adam"))
+        for case in product(ALGORITHMS, SETTINGS)
+    ],
+)
 def test_frozen_layers_stay_as_the_factory_made_them(data, algorithm, setting, tmp_path):
-    options = {**FAST, **SETTINGS[setting], "rounds": 3, "learner": Frozen, "seed": 4}
+    options = {**FAST, **SETTINGS[setting], "rounds": 2, "learner": Frozen, "seed": 4}
     model = train(data, algorithm, **options)
     made = made_by_factory(4)
     assert set(model.prediction.learners) == {"out.weight", "out.bias"}

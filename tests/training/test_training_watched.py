@@ -35,12 +35,12 @@ def test_the_watched_accuracy_is_that_of_the_validation_rows(rng, algorithm):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_watching_changes_nothing(rng, algorithm):
-    data = federation(rng, sizes=(60, 50, 40))
+    data = federation(rng, sizes=(30, 20))
 
     def learner():
         return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2))
 
-    options = {**FAST, "rounds": 3, "learner": learner}
+    options = {**FAST, "learner": learner}
     torch.manual_seed(0)
     plain = train(data, algorithm, **options)
     torch.manual_seed(0)

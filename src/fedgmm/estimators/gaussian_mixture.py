@@ -64,8 +64,8 @@ from fedgmm.methods.base import DENSITY, RoundInfo
 from fedgmm.methods.gmm import FederatedGMM, GivenStart, MixtureShared
 from fedgmm.nets.devices import resolve_device, resolve_dtype
 from fedgmm.privacy.settings import Privacy
-from fedgmm.training.local import StackedClients, train
-from fedgmm.training.loop import OnRound, Run, as_callbacks, run_rounds
+from fedgmm.training.local import train
+from fedgmm.training.loop import OnRound, Run, StackedClients, as_callbacks, run_rounds
 from fedgmm.wording import counted
 
 Rows = ArrayLike | Mapping[Any, ArrayLike] | Iterable[tuple[Any, ArrayLike]]

@@ -51,8 +51,7 @@ from fedgmm.methods.centroids import start_sample
 from fedgmm.methods.gmm import FARTHEST, Assignment, FederatedGMM, gaussian_of, moments_in
 from fedgmm.privacy.influence import Cohort, Medians, likely_scores, row_weights
 from fedgmm.training.checkpoint import Progress
-from fedgmm.training.local import Participation
-from fedgmm.training.loop import Replies, Training
+from fedgmm.training.loop import Participation, Replies, Training
 from fedgmm.wording import counted
 
 _LARGEST_LOG_LOSS = 1e15

@@ -23,7 +23,6 @@ from fedgmm.core.checks import Count, Positive, check_fields, check_number, numb
 
 _LARGEST_MU = 1e6
 _SAFETY = 1e-12  # relative step that moves a root to the side that claims less privacy
-_CLOSE = 1e-4  # relative width at which a search of sampled noise ends
 
 
 @dataclass(frozen=True)
@@ -95,24 +94,6 @@ def spent(releases: Iterable[Release], delta: float) -> float:
         one = loss.from_gaussian_mechanism(1 / mu, sampling_prob=sampling)
         total = total.compose(one.self_compose(n))
     return float(total.get_epsilon_for_delta(delta))
-
-
-def mu_of_sampled(epsilon: float, delta: float, sampling: float, times: int) -> float:
-    """Return the largest ``μ`` of a release that keeps ``times`` of them ``(ε, δ)``-private.
-
-    A unit takes part in a release with probability ``sampling``.
-    """
-    whole = mu_of(epsilon, delta) / math.sqrt(times)
-    if sampling == 1:
-        return whole
-    low, high = whole, whole / sampling  # sampling with probability q divides μ by q at best
-    while high / low > 1 + _CLOSE:
-        middle = math.sqrt(low * high)
-        if spent([Release(middle, sampling, times)], delta) <= epsilon:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def _root(rises: Callable[[float], float], safe: float) -> float:

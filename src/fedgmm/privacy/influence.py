@@ -270,16 +270,17 @@ class Cohort:
 
     def result(self) -> Sums:
         """Return the sums over all sites; there must be at least one."""
-        self._sizes = {size: sorted(values) for size, values in self._sizes.items()}
+        usual = {size: median(values) for size, values in self._sizes.items()}
+        limits = {size: self._limits(size, usual) for size in usual}
         settled, total, sites = [], Total(), sorted(self._held, key=lambda one: one.name)
         for site in sites:
-            sums = self._bounded(site)
+            sums = self._bounded(site, limits)
             total.add(sums)
             if self.robust != "none":
                 settled.append(sums)
-        for size, values in self._sizes.items():
-            self.medians.last[size] = usual = _middle(values)
-            self.medians.largest[size] = max(self.medians.largest.get(size, 0.0), usual)
+        for size, own in usual.items():
+            self.medians.last[size] = own
+            self.medians.largest[size] = max(self.medians.largest.get(size, 0.0), own)
         found = dict(total.result())
         if self.robust != "none":
             found = dict(combine(settled, self.declaration, self.robust))
@@ -287,30 +288,30 @@ class Cohort:
             found[_FIT] = torch.full_like(found[_FIT], self._log_likelihood(sites))
         return Sums(found, sums.gathered)
 
-    def _reference(self, size: Size) -> float:
-        """Return the median size; steps of a converged run count as a smallest size."""
-        usual = _middle(self._sizes[size])
-        if len(self._sizes[size]) < FEWEST:
-            usual = self.medians.last.get(size, usual)
-        group = [_middle(v) for other, v in self._sizes.items() if other.group == size.group]
+    def _limits(self, size: Size, usual: Mapping[Size, float]) -> tuple[float, float]:
+        """Return the median size, and the largest that counts fully: any without a median.
+
+        Steps of a converged run count as a smallest size.
+        """
+        sites, own = len(self._sizes[size]), usual[size]
+        if sites < FEWEST:
+            if size not in self.medians.last:
+                return own, math.inf
+            own = self.medians.last[size]
+        group = [value for other, value in usual.items() if other.group == size.group]
         floor = _FLOOR * self.medians.largest.get(size, 0.0)
         # the group of a single size has no other unit
-        return max(usual, floor, _SMALL_STEP * max(group) if len(group) > 1 else 0.0)
-
-    def _largest(self, size: Size) -> float:
-        """Return the largest size that counts fully; none is too large without a median."""
-        sites = len(self._sizes[size])
-        if sites < FEWEST and size not in self.medians.last:
-            return math.inf
+        reference = max(own, floor, _SMALL_STEP * max(group) if len(group) > 1 else 0.0)
         usual_norm = _MANY_NORM if sites >= _FEWEST_WEIGHED else _FEW_NORM
-        return (self.max_norm or usual_norm) * self._reference(size)
+        return reference, (self.max_norm or usual_norm) * reference
 
-    def _bounded(self, site: _Site) -> Sums:
+    def _bounded(self, site: _Site, limits: Mapping[Size, tuple[float, float]]) -> Sums:
         factors: dict[str, float] = {}
         for size, value in site.sizes.items():
-            if value <= self._largest(size):
+            reference, largest = limits[size]
+            if value <= largest:
                 continue
-            ratio = self._reference(size) / value
+            ratio = reference / value
             # ratio^degree would leave the size of the median; less is left of a larger lie, so that a
             # site gains nothing by it
             factors[size.group] = min(ratio ** (size.degree + 1), factors.get(size.group, 1.0))
@@ -345,12 +346,6 @@ class Cohort:
                     f"its log-likelihood per row is {mean:.3g}, and the median of the sites {usual:.3g}"
                 )
         return math.fsum(total)
-
-
-def _middle(ordered: Sequence[float]) -> float:
-    """Return the median of sorted values."""
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 # ---------------------------------------------------------------------- robust means
@@ -583,14 +578,14 @@ def _scaled_summary(own: ClientSummary, weight: float) -> ClientSummary:
 
 def _wide(own: Mapping[str, ColumnSummary]) -> dict[str, ColumnSummary]:
     """Return replacements of the summaries whose numbers are much wider than those of most sites."""
-    found = dict(_wide_in(own, lambda one: (one.count, one.mean, one.squares, one.mean_rest)))
+    whole = {c: (one.count, one.mean, one.squares, one.mean_rest) for c, one in own.items()}
     changed = {
         client: replace(own[client], count=n, mean=mean, squares=squares, mean_rest=rest)
-        for client, (n, mean, squares, rest) in found.items()
+        for client, (n, mean, squares, rest) in _wide_moments(whole).items()
     }
     for order in sorted({order for one in own.values() for order in one.orders}):
-        some = {client: one for client, one in own.items() if order in one.orders}
-        for client, moments in _wide_in(some, lambda one, order=order: one.orders[order]).items():  # type: ignore[misc]
+        some = {client: one.orders[order] for client, one in own.items() if order in one.orders}
+        for client, moments in _wide_moments(some).items():
             one = changed.get(client, own[client])
             changed[client] = replace(one, orders={**one.orders, order: moments})
     return changed
@@ -599,10 +594,8 @@ def _wide(own: Mapping[str, ColumnSummary]) -> dict[str, ColumnSummary]:
 Moments = tuple[int, float, float, float]
 
 
-def _wide_in(
-    own: Mapping[str, ColumnSummary], moments_of: Callable[[ColumnSummary], Moments]
-) -> dict[str, Moments]:
-    present = {client: m for client, one in own.items() if (m := moments_of(one))[0] > 0}
+def _wide_moments(own: Mapping[str, Moments]) -> dict[str, Moments]:
+    present = {client: moments for client, moments in own.items() if moments[0] > 0}
     if len(present) < FEWEST:
         return {}
     centre = median(mean for _, mean, _, _ in present.values())

@@ -200,9 +200,9 @@ class Ledger:
         except (ValueError, TypeError, KeyError, AttributeError):
             raise LedgerError(f"{self.witness} is damaged; restore the newest copy.") from None
 
-    def spent(self, unit: str, delta: float, run: str | None = None) -> float:
-        """Return the ``ε`` of all releases that concern a unit, or of those of one run."""
-        return spent(_releases(self.entries(), unit, run), delta)
+    def spent(self, unit: str, delta: float) -> float:
+        """Return the ``ε`` of all releases that concern a unit."""
+        return spent(_releases(self.entries(), unit), delta)
 
     # ------------------------------------------------------------------ writing
 
@@ -222,7 +222,11 @@ class Ledger:
         self.witness.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{self.witness}.lock"):
             entries, identity, last, size = self._verified()
-            self._check_table(entry.table, identity)
+            for name, one in self._witnesses().items():
+                if name != identity and entry.table in one["tables"]:
+                    raise LedgerError(
+                        f"Releases about this table are counted in {one['path']}; use that folder."
+                    )
             _check_limit(entries, entry.unit, [entry.release], limit)
             own = [one for one in entries if one.run == entry.run]
             _check_limit(own, entry.unit, [entry.release], plan, "this run's budget")
@@ -237,25 +241,14 @@ class Ledger:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(self.path, first)
             line = _line(len(entries) + 1, last, _record(entry))
-            self._append(size, line)
+            with self.path.open("r+b") as file:
+                file.truncate(size)
+                file.seek(size)
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
             tables = sorted({*(one.table for one in entries), entry.table})
             self._write_witness(identity, len(entries) + 1, _hash(line), tables)
-
-    def _check_table(self, table: str, identity: str) -> None:
-        """Raise if another ledger with the same witness counts the table."""
-        for name, one in self._witnesses().items():
-            if name != identity and table in one["tables"]:
-                raise LedgerError(
-                    f"Releases about this table are counted in {one['path']}; use that folder."
-                )
-
-    def _append(self, size: int, line: bytes) -> None:
-        with self.path.open("r+b") as file:
-            file.truncate(size)
-            file.seek(size)
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
 
     def _write_witness(self, identity: str, count: int, last: str, tables: list[str]) -> None:
         witnesses = self._witnesses()
@@ -298,7 +291,7 @@ def accounts(entries: Iterable[Entry], delta: float) -> list[Account]:
     return found
 
 
-def _releases(entries: Iterable[Entry], unit: str, run: str | None = None) -> list[Release]:
+def _releases(entries: Iterable[Entry], unit: str) -> list[Release]:
     """Return the releases that count for a unit; one about a larger unit counts with twice its ``μ``.
 
     A row that a client loses replaces the client's contribution by another one. That is a change by up to
@@ -308,7 +301,7 @@ def _releases(entries: Iterable[Entry], unit: str, run: str | None = None) -> li
     return [
         one.release if one.unit == unit else replace(one.release, mu=2 * one.release.mu)
         for one in entries
-        if UNITS.index(one.unit) >= place and (run is None or one.run == run)
+        if UNITS.index(one.unit) >= place
     ]
 
 

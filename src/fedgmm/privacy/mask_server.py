@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from functools import lru_cache
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -33,7 +32,7 @@ from fedgmm.privacy.masks import (
     where_of,
     xor,
 )
-from fedgmm.privacy.shares import SHARE_BYTES, combine, weights_at_zero
+from fedgmm.privacy.shares import SHARE_BYTES, combine
 from fedgmm.privacy.site_sets import (
     FEWEST_SITES,
     MaskError,
@@ -237,7 +236,7 @@ class Aggregation:
                 points[v + 1] = int.from_bytes(xor(locked, key), "big")
             sealed = reply["shares"].tobytes()
             try:
-                lock = combine(points, _weights_of(tuple(points)))
+                lock = combine(points)
                 plain = AESGCM(derive(lock, b"shares")).decrypt(bytes(12), sealed, agreement)
             except (ValueError, InvalidTag):
                 raise MaskError("the sites do not agree on senders and survivors") from None
@@ -256,9 +255,6 @@ class Aggregation:
                 f"{len(held)} of {self.threshold} shares of {self.roster.names[owner]!r} came back"
             )
         try:
-            return combine(held, _weights_of(tuple(held)))
+            return combine(held)
         except ValueError as error:
             raise MaskError(str(error)) from None
-
-
-_weights_of = lru_cache(maxsize=4096)(weights_at_zero)

@@ -175,10 +175,6 @@ class Roster:
         """Hash of names and identities."""
         return digest_of(json.dumps(self.names), self.identities.tobytes())
 
-    def signing_key(self, code: int) -> Ed25519PublicKey:
-        """Return the key that checks the signatures of a site."""
-        return Ed25519PublicKey.from_public_bytes(self.identities[code, :32].tobytes())
-
     def circle(
         self, run: str, number: int, participants: Sequence[int]
     ) -> dict[int, frozenset[int]]:
@@ -455,8 +451,9 @@ class MaskedSite:
 
     def _check_signature(self, code: int, signature: bytes, text: bytes, what: str) -> None:
         assert self._roster is not None
+        key = Ed25519PublicKey.from_public_bytes(self._roster.identities[code, :32].tobytes())
         try:
-            self._roster.signing_key(code).verify(signature, text)
+            key.verify(signature, text)
         except InvalidSignature:
             raise MaskError(
                 f"the {what} of {self._roster.names[code]!r} is not signed by that site"

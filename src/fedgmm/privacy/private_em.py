@@ -372,14 +372,10 @@ def log_likelihood_range(columns: int, classes: int, density: bool) -> tuple[flo
 def own_weights(log_p: Tensor, codes: Tensor, weights: Tensor, rounds: int) -> Tensor:
     """Return clients' weights ``π_c``, ``(C, M1 · M2)``, learned by EM from the federation's.
 
-    The federation's weights count for one row of each client.
-
-    Args:
-        log_p: ``log N(x; m1) + log P_m2(y|x)`` of the clients' rows, ``(n, M1 · M2)``.
-        codes: the client of each row, ``(n,)``.
-        weights: of the federation, repeated for each client, ``(C, M1 · M2)``.
-        rounds: number of iterations.
+    The federation's weights, repeated for each client, count for one row of each. ``log_p`` are
+    ``log N(x; m1) + log P_m2(y|x)`` of the rows, ``(n, M1, M2)``, and ``codes`` their clients.
     """
+    log_p = log_p.flatten(1)
     p = (log_p - log_p.amax(1, keepdim=True)).exp()
     found = weights
     for _ in range(rounds):
@@ -390,52 +386,65 @@ def own_weights(log_p: Tensor, codes: Tensor, weights: Tensor, rounds: int) -> T
     return found
 
 
-def round_sums(
-    coordinates: Coordinates, mixture: Mixture, rows: Rows, *, density: bool, centred: bool
-) -> dict[str, Tensor]:
-    """Return the sums of a round over some rows.
+def log_joint(current: Gaussians, weights: Tensor, z: Tensor | None, log_y: Tensor) -> Tensor:
+    """Return ``log π(m1, m2) + log N(z; m1) + log P_m2(y|x)``, ``(n, M1, M2)``.
 
-    ``counts`` are ``Σ q(m1, m2)``; ``first`` and ``second`` are moments of each Gaussian around zero;
-    ``gradient`` is that of the cross-entropy in contrasts of the classes, ``(M2, K-1, d+1)``. ``density``
-    says whether the Gaussians take part. If ``centred``, moments are relative to the current Gaussians,
-    so that they are small.
+    Weights are flattened, and ``log_y`` are ``(n, M2)``. Without whitened rows ``z`` the Gaussians take no
+    part.
     """
-    z = coordinates.apply(rows.inputs)
-    m2, d = mixture.count, z.shape[1]
-    log_pi = mixture.weights.log().reshape(-1, m2).expand(len(z), -1, -1).clone()
-    current = mixture.gaussians
-    difference = residuals(z, current.means) if density else None
-    log_x = None if difference is None else log_densities(difference, current)
-    logits = mixture.logits(z)
-    classes = logits.shape[-1]
-    log_p = torch.log_softmax(logits, -1)
-    truth = one_hot(rows.labels, classes).double()
-    log_y = (log_p * truth[:, None]).sum(-1)
-    q, evidence = responsibilities(add_likelihoods(log_pi, log_x, log_y).flatten(1))
-    q = q * rows.weights[:, None]
-    joint = q.reshape(len(z), -1, m2)
-    middle, half = log_likelihood_range(d, classes, density)
+    log_x = None if z is None else log_densities(residuals(z, current.means), current)
+    log_pi = weights.log().reshape(-1, log_y.shape[1])
+    return add_likelihoods(log_pi.expand(len(log_y), -1, -1).clone(), log_x, log_y)
+
+
+def round_sums(
+    current: Gaussians,
+    weights: Tensor,
+    z: Tensor | None,
+    log_y: Tensor,
+    of_rows: Tensor,
+    limits: tuple[float, float],
+    *,
+    centred: bool,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the sums of a round over some rows except the gradient, and ``q``, ``(n, M1, M2)``.
+
+    ``counts`` are ``Σ q(m1, m2)``; ``first`` and ``second`` are moments of each Gaussian around zero. If
+    ``centred``, they are relative to the current Gaussians, so that they are small. The arguments are those
+    of :func:`log_joint`, the weights of the rows, and :func:`log_likelihood_range`.
+    """
+    joint = log_joint(current, weights, z, log_y)
+    q, evidence = responsibilities(joint.flatten(1))
+    q = q.reshape(joint.shape)
+    weighted = q * of_rows[:, None, None]
+    middle, half = limits
     found = {
-        "counts": q.sum(0),
-        "log_likelihood": ((evidence - middle).clamp(-half, half) * rows.weights).sum()[None],
+        "counts": weighted.flatten(1).sum(0),
+        "log_likelihood": ((evidence - middle).clamp(-half, half) * of_rows).sum()[None],
     }
-    if classes > 1:
-        # ∂CE/∂β = Bᵀ (p - y) zᵀ
-        error = clip_rows(log_p.exp() - truth[:, None], 1.0)
-        error = error @ contrasts(classes) * joint.sum(1)[..., None]
-        with_one = clip_rows(torch.cat([z, z.new_ones(len(z), 1)], -1), gradient_radius(d))
-        gradient = error.flatten(1).mT @ with_one
-        found["gradient"] = gradient.reshape(m2, classes - 1, d + 1)
-    if density:
+    if z is not None:
         around = residuals(z, torch.zeros_like(current.means))
-        moments, _ = weighted_moments(around, joint.sum(2), current.covariance_type)
+        moments, _ = weighted_moments(around, weighted.sum(2), current.covariance_type)
         first, second = moments.first, moments.second
         if centred:
             first, second = relative(first, second, moments.counts, current, sign=-1.0)
         found["first"] = first
         kind = current.covariance_type
         found["second"] = triangle(second) if kind in ("full", "tied") else second
-    return found
+    return found, q
+
+
+def linear_gradient(z: Tensor, log_p: Tensor, labels: Tensor, q: Tensor) -> Tensor:
+    """Return the gradient of the cross-entropy in contrasts of the classes, ``(M2, K-1, d+1)``.
+
+    ``log_p`` are ``log P_m2(k|x)``, ``(n, M2, K)``; ``q`` weigh rows for each learner, ``(n, M2)``.
+    """
+    n, m2, classes = log_p.shape
+    # ∂CE/∂β = Bᵀ (p - y) zᵀ
+    error = clip_rows(log_p.exp() - one_hot(labels, classes).double()[:, None], 1.0)
+    error = error @ contrasts(classes) * q[..., None]
+    with_one = clip_rows(torch.cat([z, z.new_ones(n, 1)], -1), gradient_radius(z.shape[1]))
+    return (error.flatten(1).mT @ with_one).reshape(m2, classes - 1, -1)
 
 
 def relative(

@@ -23,8 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedgmm.core.em import add_likelihoods
-from fedgmm.core.gaussians import CovarianceType, Gaussians, gaussians, log_densities, residuals
+from fedgmm.core.gaussians import CovarianceType, Gaussians, gaussians
 from fedgmm.core.moments import Scaling
 from fedgmm.core.params import Params, count_learners
 from fedgmm.core.sums import Sum, Sums
@@ -53,6 +52,8 @@ from fedgmm.privacy.private_em import (
     covariance_sums,
     gradient_radius,
     histogram_sums,
+    linear_gradient,
+    log_joint,
     log_likelihood_range,
     next_gaussians,
     next_learners,
@@ -211,7 +212,7 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
     def layout(self, name: str, columns: int) -> NoisySums:
         """Return the parts of a release, with bounds for one row; for a client they are clipped further."""
         if name.startswith(LENGTHS):
-            return NormBins(self.layout(name.removeprefix(LENGTHS), columns)).release
+            return self._bins(name, columns).release
         d, r = columns, radius(columns)
         triangle = d * (d + 1) // 2
         if name == "columns":
@@ -236,7 +237,7 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             return NoisySums((Part("cells", (cells(min(self.directions, d)),), 1.0, 1.0),))
         m1, m2, kind = self.components, self.base.learners, self.base.gaussians.covariance_type
         classes = self._classes
-        _, half = log_likelihood_range(d, classes, self.base.density)
+        _, half = self._limits(d)
         # the responsibilities of a row have length one at most, and those of a Gaussian, too
         found: dict[str, tuple[tuple[int, ...], float]] = {
             "counts": ((m1 * m2,), 1.0),
@@ -256,6 +257,9 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             tuple(Part(n, *one, share=shares[n] / total) for n, one in sorted(found.items()))
         )
 
+    def _bins(self, name: str, columns: int) -> NormBins:
+        return NormBins(self.layout(name.removeprefix(LENGTHS), columns))
+
     def round_shares(self) -> Mapping[str, float]:
         """Return how the parts of a round share its budget, before those that it lacks are left out."""
         if self.components == self.base.learners == 1 and self._classes > 1:
@@ -266,9 +270,8 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         """Return the sums of a release over some rows, which are those of one client for lengths."""
         where = shared.coordinates
         if name.startswith(LENGTHS):
-            own = name.removeprefix(LENGTHS)
-            bins = NormBins(self.layout(own, len(where.mean)))
-            return bins.contributions(self.contributions(own, shared, rows))
+            own = self.contributions(name.removeprefix(LENGTHS), shared, rows)
+            return self._bins(name, len(where.mean)).contributions(own)
         match name:
             case "columns":
                 return column_sums(rows)
@@ -277,19 +280,32 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             case "histogram":
                 return histogram_sums(where, rows)
             case _:
-                mixture = shared.mixture
-                if self.centred:
-                    mixture = replace(mixture, weights=self._own_weights(shared, rows))
-                return round_sums(
-                    where, mixture, rows, density=self.base.density, centred=self.centred
-                )
+                return self.round_sums(shared, rows)
 
-    def _own_weights(self, shared: PrivateShared, rows: Rows) -> Tensor:
-        """Return the weights of one client, flattened."""
-        log_y = self._log_labels(shared, rows.inputs, rows.labels)
-        log_p = self._log_likelihoods(shared, rows.inputs, log_y)
-        codes = torch.zeros(len(log_p), dtype=torch.int64)
-        return own_weights(log_p, codes, shared.weights[None], _ROUNDS_OF_WEIGHTS)[0]
+    def round_sums(self, shared: PrivateShared, rows: Rows) -> dict[str, Tensor]:
+        """Return the sums of a round over some rows."""
+        z = shared.coordinates.apply(rows.inputs)
+        log_p = torch.log_softmax(shared.mixture.logits(z), -1)
+        log_y = at_labels(log_p, rows.labels)
+        seen = z if self.base.density else None
+        weights = shared.weights
+        if self.centred:  # all rows are those of one client
+            codes = torch.zeros(len(z), dtype=torch.int64)
+            likelihoods = log_joint(shared.gaussians, torch.ones_like(weights), seen, log_y)
+            weights = own_weights(likelihoods, codes, weights[None], _ROUNDS_OF_WEIGHTS)[0]
+        found, q = round_sums(
+            shared.gaussians,
+            weights,
+            seen,
+            log_y,
+            rows.weights,
+            self._limits(z.shape[1]),
+            centred=self.centred,
+        )
+        if self._classes > 1:
+            of_learner = (q * rows.weights[:, None, None]).sum(1)
+            found["gradient"] = linear_gradient(z, log_p, rows.labels, of_learner)
+        return found
 
     def advance(self, name: str, shared: PrivateShared, noisy: Sums) -> PrivateShared:
         """Return the public parameters after a release.
@@ -300,7 +316,7 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         shared = replace(shared, spent=torch.cat([shared.spent, noisy[MUS]]))
         where = shared.coordinates
         if name.startswith(LENGTHS):
-            bins = NormBins(self.layout(name.removeprefix(LENGTHS), len(where.mean)))
+            bins = self._bins(name, len(where.mean))
             parts = bins.clipped_layout(noisy, deviation, _QUANTILE).parts
             found = [one.bound for one in parts] + [0.0] * (_MOST_PARTS - len(parts))
             return replace(shared, bounds=torch.tensor(found, dtype=torch.float64))
@@ -407,7 +423,7 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         """Return the mean log-likelihood of the rows behind the sums of a round."""
         d = len(shared.coordinates.mean)
         rows = max(float(sums["counts"].sum()), 1.0)
-        middle, _ = log_likelihood_range(d, self._classes, self.base.density)
+        middle, _ = self._limits(d)
         volume = torch.linalg.slogdet(shared.coordinates.whitener).logabsdet
         fit = float(sums["log_likelihood"]) / rows + middle
         return fit + (float(volume) if self.base.density else 0.0)
@@ -419,33 +435,17 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
     def finish(self, shared: PrivateShared, personal: Tensor, rows: LabelledRows) -> Tensor:
         """Return the weights ``π_c`` of every client, learned at home; they never leave it."""
         inputs = as_numbers(rows.inputs, torch.float64).flatten(1).cpu()
-        log_y = self._log_labels(shared, inputs, rows.labels.cpu())
-        log_p = self._log_likelihoods(shared, inputs, log_y)
+        with torch.no_grad():
+            log_p = torch.log_softmax(self._logits(shared, inputs), -1)
+        log_y = at_labels(log_p, rows.labels.cpu())
+        z = shared.coordinates.apply(inputs) if self.base.density else None
+        log_p = log_joint(shared.gaussians, torch.ones_like(shared.weights), z, log_y)
         weights = shared.weights.expand(len(rows.names), -1)
         return own_weights(log_p, rows.codes.cpu(), weights, _HOME_ROUNDS)
-
-    def _log_labels(self, shared: PrivateShared, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Return ``log P_m2(y|x)``, ``(n, M2)``."""
-        with torch.no_grad():
-            return at_labels(torch.log_softmax(self._logits(shared, inputs), -1), labels)
-
-    def _log_likelihoods(self, shared: PrivateShared, inputs: Tensor, log_y: Tensor) -> Tensor:
-        """Return ``log N(x; m1) + log P_m2(y|x)``, ``(n, M1 · M2)``."""
-        unweighted = replace(shared, weights=torch.ones_like(shared.weights))
-        return self._log_joint(unweighted, inputs, log_y).flatten(1)
 
     def _logits(self, shared: PrivateShared, inputs: Tensor) -> Tensor:
         """Return the logits of every learner for inputs ``(n, d)``, ``(n, M2, K)``."""
         return shared.mixture.logits(shared.coordinates.apply(inputs))
-
-    def _log_joint(self, shared: PrivateShared, inputs: Tensor, log_y: Tensor) -> Tensor:
-        """Return ``log π(m1, m2) + log N(x; m1) + log P_m2(y|x)``, ``(n, M1, M2)``."""
-        log_x = None
-        if self.base.density:
-            z = shared.coordinates.apply(inputs)
-            log_x = log_densities(residuals(z, shared.gaussians.means), shared.gaussians)
-        log_pi = shared.weights.log().reshape(-1, self.base.learners)
-        return add_likelihoods(log_pi.expand(len(inputs), -1, -1).clone(), log_x, log_y)
 
     def standardised_learners(self, shared: PrivateShared) -> Params:
         """Return the learners in the coordinates of :meth:`scaling`."""
@@ -498,6 +498,9 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
     @property
     def _classes(self) -> int:
         return max(1, int(self.training.net.classes))
+
+    def _limits(self, columns: int) -> tuple[float, float]:
+        return log_likelihood_range(columns, self._classes, self.base.density)
 
     # ------------------------------------------------------------------ sums and broadcasts
 

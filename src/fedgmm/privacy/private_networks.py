@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from fedgmm.core.em import responsibilities
 from fedgmm.core.gaussians import gaussians
 from fedgmm.core.moments import Scaling
 from fedgmm.core.params import Params, is_statistic
@@ -35,7 +34,7 @@ from fedgmm.methods.fedgmm import FedGMM
 from fedgmm.nets.learners import at_labels
 from fedgmm.nets.networks import Dense, function_of
 from fedgmm.privacy.noisy_sums import NoisySums, clip_rows
-from fedgmm.privacy.private_em import Mixture, Rows, radius, round_sums
+from fedgmm.privacy.private_em import Rows, radius, round_sums
 from fedgmm.privacy.private_method import ROUND, PrivateMixture, PrivateShared
 from fedgmm.privacy.settings import NETWORK_ROUNDS, Privacy, PrivacyError
 
@@ -97,20 +96,6 @@ class NetworkShared(PrivateShared):
 
 
 @dataclass(frozen=True)
-class _Evaluated(Mixture):
-    """A mixture whose learners were evaluated on the rows at hand, ``(n, M2, K)``."""
-
-    found: Tensor
-
-    @property
-    def count(self) -> int:
-        return self.found.shape[1]
-
-    def logits(self, z: Tensor) -> Tensor:
-        return self.found
-
-
-@dataclass(frozen=True)
 class PrivateNetworks(PrivateMixture):
     """FedAvg, FedEM and FedGMM with networks, whose clients send nothing but noised sums.
 
@@ -165,10 +150,8 @@ class PrivateNetworks(PrivateMixture):
             return _LINEAR_SHARES
         return super().round_shares()
 
-    def contributions(self, name: str, shared: PrivateShared, rows: Rows) -> dict[str, Tensor]:
-        """Return the sums of a release over some rows."""
-        if name != ROUND:
-            return super().contributions(name, shared, rows)
+    def round_sums(self, shared: PrivateShared, rows: Rows) -> dict[str, Tensor]:
+        """Return the sums of a round over some rows, in blocks."""
         numbers = sum(value.numel() for value in shared.learners.values())
         size = max(1, _NUMBERS // numbers)
         total: dict[str, Tensor] = {}
@@ -188,13 +171,17 @@ class PrivateNetworks(PrivateMixture):
             logits = self.training.net.logits(each, seen[:, None])[:, 0]
         # every sum stays finite and bounded, with any parameters that a client may receive
         logits = logits.nan_to_num().clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT)
-        evaluated = _Evaluated(shared.gaussians, shared.weights, {}, logits.detach())
-        sums = round_sums(
-            shared.coordinates, evaluated, rows, density=self.base.density, centred=self.centred
-        )
         log_y = at_labels(torch.log_softmax(logits, -1), rows.labels)
-        q, _ = responsibilities(self._log_joint(shared, rows.inputs, log_y.detach()).flatten(1))
-        of_learner = q.reshape(n, -1, self.base.learners).sum(1)
+        sums, q = round_sums(
+            shared.gaussians,
+            shared.weights,
+            shared.coordinates.apply(rows.inputs) if self.base.density else None,
+            log_y.detach(),
+            rows.weights,
+            self._limits(rows.inputs.shape[1]),
+            centred=self.centred,
+        )
+        of_learner = q.sum(1)
         if self.linear:
             centred = seen[:, None] - centres_of(shared)
             sums["gradient"] = self._linear_gradient(centred, logits, of_learner, rows)

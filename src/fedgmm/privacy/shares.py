@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 PRIME = 2**256 + 297
 """The smallest prime above all 256-bit keys."""
@@ -36,7 +37,8 @@ def split(key: bytes, points: Sequence[int], threshold: int) -> dict[int, int]:
     return shares
 
 
-def weights_at_zero(points: Sequence[int]) -> list[int]:
+@lru_cache(maxsize=4096)
+def weights_at_zero(points: tuple[int, ...]) -> tuple[int, ...]:
     """Return Lagrange's weights ``λ_i = Π_{j≠i} x_j / (x_j - x_i)`` of the points, in their order."""
     weights = []
     for x in points:
@@ -46,16 +48,15 @@ def weights_at_zero(points: Sequence[int]) -> list[int]:
                 above = above * other % PRIME
                 below = below * (other - x) % PRIME
         weights.append(above * pow(below, -1, PRIME) % PRIME)
-    return weights
+    return tuple(weights)
 
 
-def combine(shares: Mapping[int, int], weights: Sequence[int] | None = None) -> bytes:
+def combine(shares: Mapping[int, int]) -> bytes:
     """Return the key of at least ``t`` shares by point.
 
-    Wrong shares, or fewer than ``t``, give another key or raise ``ValueError``. ``weights`` are those of
-    :func:`weights_at_zero` for these points, if they are known.
+    Wrong shares, or fewer than ``t``, give another key or raise ``ValueError``.
     """
-    weights = weights_at_zero(list(shares)) if weights is None else weights
+    weights = weights_at_zero(tuple(shares))
     # key = f(0) = Σ_i λ_i f(x_i)
     value = sum(w * y for w, y in zip(weights, shares.values(), strict=True)) % PRIME
     if value >= 2**256:

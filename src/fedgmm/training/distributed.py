@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -40,8 +40,8 @@ from fedgmm.model.saving import load, save
 from fedgmm.nets.devices import resolve_device
 from fedgmm.training.build import build, build_warm_up, learner_network
 from fedgmm.training.checkpoint import Phase
-from fedgmm.training.local import LocalClients, named, step_of, unnamed
-from fedgmm.training.loop import Replies
+from fedgmm.training.local import LocalClients
+from fedgmm.training.loop import Replies, named, step_of, unnamed
 from fedgmm.training.options import TrainingOptions
 from fedgmm.training.ranks import (
     ElsewhereError,
@@ -53,7 +53,7 @@ from fedgmm.training.ranks import (
     layout_of,
     reason_of,
 )
-from fedgmm.training.state_arrays import StateDecoder, take_apart
+from fedgmm.training.state_arrays import StateDecoder, hints_of, take_apart
 
 Result = TypeVar("Result")
 
@@ -176,20 +176,19 @@ class Share:
             inside = [code - first for code in asked if first <= code < last]
             clients = torch.tensor(inside, dtype=torch.int64)
         match facts["kind"]:
-            case "finish" if len(clients):
-                return method.finish(shared, self.personal, rows), Sums({})
-            case "finish":
+            case "finish" if last == first:
                 return self.personal, Sums({})
-            case "step" if len(clients):
+            case "finish":
+                return method.finish(shared, self.personal, rows), Sums({})
+            case "step" if not len(clients):
+                return self.personal, no_sums(method, rows.features.columns, rows.device)
+            case "step":
                 some = None if asked is None else clients
                 return step_of(some, rows, method, shared, self.personal, facts["number"])
-            case "step":
-                return self.personal, no_sums(method, rows.features.columns, rows.device)
-        assert method.mixture is not None
-        match facts["kind"]:
             case "all":
                 return None, sums_of_all(rows.features, shared)
             case "assigned":
+                assert method.mixture is not None
                 exact = replace(method.mixture, aggregation="exact")
                 how = facts["assignment"], facts["seed"]
                 return None, exact.sums_of_assigned(rows.features, shared, *how)
@@ -416,7 +415,7 @@ def _fulfil(share: Share, facts: dict[str, Any], tensors: dict[str, Tensor]) -> 
     if facts["personal"] is not None:
         parts = share.ranks.receive(facts["personal"], share.edges)
         share.personal = unnamed({name: value.to(device) for name, value in parts.items()})
-    hint, _ = get_args(get_type_hints(type(method).init)["return"])
+    hint, _ = get_args(hints_of(type(method).init)["return"])
     hint = {"all": Tensor, "assigned": Gaussians, "centroids": None}.get(facts["kind"], hint)
     here = {name: value.to(device) for name, value in tensors.items()}
     shared = StateDecoder(here, facts["values"], net.parameter_shapes).decode(hint, "shared")

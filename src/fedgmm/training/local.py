@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,13 +14,11 @@ from typing import Any, Literal, Never
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedgmm.core.checks import check_integer, check_known
 from fedgmm.core.moments import Scaling, scaled, scaling_of
-from fedgmm.core.params import Params, take_clients
+from fedgmm.core.params import Params
 from fedgmm.core.pca import PCA, fit_pca, moments_of
-from fedgmm.core.randomness import client_keys, row_uniforms
 from fedgmm.core.streaming import lanes_only
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.federated import ClientRows
@@ -30,7 +28,6 @@ from fedgmm.methods.base import (
     SHARED_LEARNERS,
     AnyMethod,
     DivergedError,
-    NamedRows,
     Prediction,
     RoundInfo,
 )
@@ -56,7 +53,15 @@ from fedgmm.training.checkpoint import (
     read_checkpoint,
     save_progress,
 )
-from fedgmm.training.loop import Replies, Run, Training, as_callbacks, run_rounds
+from fedgmm.training.loop import (
+    Participates,
+    Participation,
+    Run,
+    StackedClients,
+    Training,
+    as_callbacks,
+    run_rounds,
+)
 from fedgmm.training.options import TrainingOptions
 from fedgmm.training.private import (
     Account,
@@ -64,7 +69,7 @@ from fedgmm.training.private import (
     check_private,
     declared_scaling,
     descends,
-    private_options,
+    private_rounds,
     unit_weights,
     warn_of_noise,
 )
@@ -73,21 +78,16 @@ from fedgmm.wording import counted
 OnTrainingRound = Callable[[dict[str, float]], None]
 """Called after every round with its entry of the history."""
 
-Participates = Callable[[int, Hashable], bool]
-"""Returns whether a client replies in a round."""
-
 INTERRUPTED = "interrupted"
 """The reason why a model's training stopped, after Ctrl-C."""
 
 UNSET: Any = type("Unset", (), {"__repr__": lambda _: "<as in options>"})()
 """Default of the keywords of :func:`train`: not given, so that ``None`` is a value of its own."""
 
-_PARTICIPATION_STREAM = 307
 _WATCHED_ROWS = 20_000
 _REFIT_ROUNDS, _REFIT_TOL = 20, 1e-6
 _DECIDING_ROWS = 30  # validation rows; fewer say little about label frequencies
 _COUNTED_ROWS = 150  # training rows that may decide in place of validation rows, each left out
-
 
 _ELSEWHERE = {"random_state": "seed", "max_iter": "rounds"}
 """Names of scikit-learn that are far from ours."""
@@ -95,56 +95,6 @@ _ELSEWHERE = {"random_state": "seed", "max_iter": "rounds"}
 
 class DivergenceWarning(UserWarning):
     """Training stopped because a client's learner was not finite."""
-
-
-# ---------------------------------------------------------------------- clients in this process
-
-
-@dataclass(frozen=True)
-class Participation:
-    """The clients that take part in a round."""
-
-    fraction: float = 1.0  # share of the clients that the server asks, drawn again in every round
-    answers: Participates | None = None  # which of them reply; ``None`` means all
-    seed: int = 0  # of the draw, which depends on a client's name and the round
-
-    def clients(self, names: tuple[Hashable, ...], round_number: int) -> Tensor | None:
-        """Return sorted codes of the clients whose replies count; ``None`` means all."""
-        if self.fraction >= 1.0 and self.answers is None:
-            return None
-        codes = np.arange(len(names))
-        if self.fraction < 1.0:
-            keys, zero = client_keys(names), np.zeros(len(names), dtype=np.int64)
-            lots = row_uniforms(self.seed, _PARTICIPATION_STREAM + round_number, keys, zero)
-            asked = max(1, round(self.fraction * len(names)))
-            codes = np.sort(np.argsort(lots, kind="stable")[:asked])
-        if self.answers is not None:
-            there = [code for code in codes if self.answers(round_number, names[code])]
-            codes = np.array(there, dtype=np.int64)
-        return torch.from_numpy(codes.astype(np.int64))
-
-
-@dataclass(frozen=True)
-class StackedClients:
-    """Clients whose rows are stacked in this process, so one client step runs all of them."""
-
-    rows: NamedRows  # of all clients
-    # the clients that take part in a round
-    participation: Participation = field(default_factory=Participation)
-
-    def step(self, method: Any, shared: Any, personal: Any, number: int) -> Replies | None:
-        """Run a round on the clients that take part; the others keep their personal parts."""
-        clients = self.participation.clients(self.rows.names, number)
-        if clients is not None and not len(clients):
-            return None
-        return step_of(clients, self.rows, method, shared, personal, number)
-
-    def accepted(self, number: int, info: RoundInfo) -> dict[str, Any]:
-        """Return nothing to add to the history."""
-        return {}
-
-    def remember_best(self) -> None:
-        """Do nothing, because the loop holds the personal parts of the best round."""
 
 
 @dataclass(frozen=True)
@@ -171,32 +121,12 @@ class LocalClients(StackedClients):
             return float(model.score_samples(rows.inputs.cpu().numpy(), rows.owners).mean())
         return -model.evaluate("validation").mean_log_loss
 
+    def accepted(self, number: int, info: RoundInfo) -> dict[str, Any]:
+        """Return nothing to add to the history."""
+        return {}
 
-def step_of(
-    clients: Tensor | None, rows: NamedRows, method: Any, shared: Any, personal: Any, number: int
-) -> Replies:
-    """Run a round on some clients, given by codes, or on all; the others keep their personal parts."""
-    if clients is None:
-        return Replies(*method.client_step(shared, personal, rows, number))
-    parts = {name: value.clone() for name, value in named(personal).items()}
-    taking_part = unnamed(take_clients(parts, clients))
-    own, sums = method.client_step(shared, taking_part, rows.select(clients), number)
-    for name, value in named(own).items():
-        parts[name][clients] = value
-    return Replies(unnamed(parts), sums)
-
-
-def named(personal: Any) -> dict[str, Tensor]:
-    """Return personal parts, a tensor or a dictionary with a client axis, as named tensors."""
-    return personal if isinstance(personal, dict) else {"": personal}
-
-
-def unnamed(tensors: dict[str, Tensor]) -> Any:
-    """Return personal parts from the tensors of :func:`named`."""
-    return tensors[""] if set(tensors) == {""} else tensors
-
-
-# ---------------------------------------------------------------------- training
+    def remember_best(self) -> None:
+        """Do nothing, because the loop holds the personal parts of the best round."""
 
 
 def train(  # noqa: D417 (the options are described in TrainingOptions)
@@ -334,15 +264,20 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
         if several_ranks():
             raise ValueError("epsilon is for one process; start the training without torchrun.")
         check_private(dataset, chosen, budget)
-        chosen = private_options(chosen, budget)
-        budget = replace(budget, rounds=chosen.rounds)
+        noised = private_rounds(chosen, budget)
+        # a log-likelihood full of noise must not end the run
+        chosen, budget = replace(chosen, rounds=noised, tol=None), replace(budget, rounds=noised)
     if until is not None:
         check_integer("until", until, 1)
     callbacks = as_callbacks(on_round)
 
     def run() -> FederatedModel:
+        from fedgmm.training.selection import with_sizes  # it trains, too
+
         free = ["ridge"] if options is None and "ridge" not in given else []
-        complete = _with_sizes(chosen, dataset, checkpoint, free)
+        complete = with_sizes(
+            chosen, dataset, None if checkpoint is None else checkpoint.path, free
+        )
         ends = (answers, callbacks, checkpoint, int(watch_accuracy), until, budget)
         job = _LocalTraining(dataset, complete, *ends)
         net = job.net
@@ -408,32 +343,6 @@ def projected(rows: LabelledRows, projection: PCA | None) -> LabelledRows:
     return replace(rows, features=features, features_are_inputs=False)
 
 
-def _with_sizes(
-    options: TrainingOptions,
-    dataset: FederatedDataset,
-    checkpoint: Checkpoint | None,
-    free: list[str],
-) -> TrainingOptions:
-    """Return the options with numbers in place of ``"auto"``; a run that resumes keeps its numbers.
-
-    ``free`` options are chosen with the sizes.
-    """
-    from fedgmm.training import selection  # it trains, too
-
-    rows, columns = len(dataset.train), dataset.train.features.columns
-    if not options.open_sizes:
-        selection.check_sizes(options, rows)
-        return options
-    if checkpoint is not None and checkpoint.path.exists():
-        stored = read_checkpoint(checkpoint.path).facts["options"]
-        return replace(options, **{name: stored[name] for name in [*options.open_sizes, *free]})
-    score, noise = selection.local_score(dataset), selection.noise_in(dataset)
-    chosen, _ = selection.choose_sizes(
-        options, free, rows=rows, columns=columns, score=score, noise=noise
-    )
-    return chosen
-
-
 def check_training(dataset: FederatedDataset, options: TrainingOptions) -> None:
     """Raise if options do not fit each other, the data, the device, or the file of weights.
 
@@ -471,7 +380,9 @@ class _LocalTraining:
         if privacy is not None:
             self.scaling = declared_scaling(privacy, dataset)
         elif columns:
-            self.scaling = _scaling(dataset)
+            raw = dataset.train
+            overall = overall_gaussian(ClientRows((raw.inputs,), raw.codes, raw.names, raw.weights))
+            self.scaling = scaling_of(overall.means[0].cpu(), overall.covariances[0].cpu())
         rows = self._scaled(dataset, device)
         self.projection = _principal_components(rows, options, dataset.vectors)
         self.rows = projected(rows, self.projection)
@@ -513,9 +424,7 @@ class _LocalTraining:
         if self.private is not None:
             self.private.loop = self.loop
         if checkpoint is not None:
-            self.loop.store = _CheckpointFile(
-                checkpoint.path, dataset, options, self.loop, device, privacy
-            )
+            self.loop.store, self.path = self, checkpoint.path
             # no release may be seen before it is on the disk
             self.loop.save_every = checkpoint.every if privacy is None else 1
 
@@ -679,32 +588,22 @@ class _LocalTraining:
         warnings.warn(f"Training stopped in {reason}", DivergenceWarning, stacklevel=5)
         return reason
 
-
-@dataclass
-class _CheckpointFile:
-    """The file of a local run's progress, which must belong to the same data and options."""
-
-    path: Path
-    dataset: FederatedDataset
-    options: TrainingOptions
-    loop: Training
-    device: torch.device
-    privacy: Privacy | None = None
+    # ------------------------------------------------------------------ the checkpoint
 
     def save(self, progress: Progress) -> None:
         """Write the progress with the options and the fingerprint of the data."""
-        save_progress(self.path, replace(progress, options=self._record, data=self._data))
+        save_progress(self.path, replace(progress, options=self._settings, data=self._data))
 
     def load(self) -> Progress | None:
         """Return the progress in the file, if there is a file, which must belong to this run."""
         if not self.path.exists():
             return None
-        stored = read_checkpoint(self.path)
+        stored, loop = read_checkpoint(self.path), self.loop
         # older checkpoints of methods without Gaussians cover features, too
-        free = DENSITY_OPTIONS if self.loop.method.mixture is None else ()
-        stored.check_settings(self._record, self._data, fingerprint(self.dataset), free=free)
-        method = self.loop.warm_up if stored.phase == "warmup" else self.loop.method
-        return stored.progress(method, self.device)
+        free = DENSITY_OPTIONS if loop.method.mixture is None else ()
+        stored.check_settings(self._settings, self._data, fingerprint(self.dataset), free=free)
+        method = loop.warm_up if stored.phase == "warmup" else loop.method
+        return stored.progress(method, self.rows.device)
 
     @cached_property
     def _data(self) -> str:
@@ -712,21 +611,14 @@ class _CheckpointFile:
         return fingerprint(self.dataset, features=self.loop.method.mixture is not None)
 
     @cached_property
-    def _record(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """The options as plain values, and checksums of the file of weights and of frozen layers."""
         weights = self.options.pretrained
         options = self.options.record().items()
         record = {n: v.item() if isinstance(v, np.generic) else v for n, v in options}
-        net = function_of(self.loop.method.training.net)
+        net = function_of(self.net)
         if isinstance(net, ModuleNetwork) and net.constants:
             record["frozen layers"] = net.fingerprint
-        if self.privacy is not None:
-            record["privacy"] = self.privacy.record()
+        if self.private is not None:
+            record["privacy"] = self.private.privacy.record()
         return record | {WEIGHTS: None if weights is None else sha256_of(Path(weights))}
-
-
-def _scaling(dataset: FederatedDataset) -> Scaling:
-    """Return means and deviations of the training inputs, from sums over clients."""
-    rows = dataset.train
-    overall = overall_gaussian(ClientRows((rows.inputs,), rows.codes, rows.names, rows.weights))
-    return scaling_of(overall.means[0].cpu(), overall.covariances[0].cpu())

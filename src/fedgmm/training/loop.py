@@ -1,7 +1,7 @@
 """The round loop: warm-up, start, rounds, stopping, patience, checkpoints and resume.
 
 There is no other loop. :class:`Clients` hides where the clients are: stacked in this process
-(:mod:`fedgmm.training.local`) or sites of a federation (:mod:`fedgmm.federation.remote`).
+(:class:`StackedClients`) or sites of a federation (:mod:`fedgmm.federation.remote`).
 """
 
 from __future__ import annotations
@@ -9,18 +9,24 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from fedgmm.core.params import Params
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedgmm.core.params import Params, take_clients
+from fedgmm.core.randomness import client_keys, row_uniforms
 from fedgmm.core.sums import Sums
 from fedgmm.methods.base import (
     DENSITY,
     AnyMethod,
     DivergedError,
     Method,
+    NamedRows,
     Personal,
     RoundInfo,
     Shared,
@@ -31,9 +37,13 @@ from fedgmm.training.state_arrays import all_finite
 
 Callback = TypeVar("Callback")
 
+Participates = Callable[[int, Hashable], bool]
+"""Returns whether a client replies in a round."""
+
 OnRound = Callable[[int, RoundInfo], None]
 """Called after every round with its number, counted from one, and its diagnostics."""
 
+_PARTICIPATION_STREAM = 307
 _GAIN = 1e-6  # of the validation log-likelihood that makes a round better than the best one
 
 # EM leaves a symmetric start slowly: the log-likelihood hardly changes for some rounds, and then its
@@ -90,6 +100,76 @@ class Clients(Steps, Protocol):
 
     def remember_best(self) -> None:
         """Note that the last round is the best so far, so its personal parts are needed later."""
+
+
+# ---------------------------------------------------------------------- clients in this process
+
+
+@dataclass(frozen=True)
+class Participation:
+    """The clients that take part in a round."""
+
+    fraction: float = 1.0  # share of the clients that the server asks, drawn again in every round
+    answers: Participates | None = None  # which of them reply; ``None`` means all
+    seed: int = 0  # of the draw, which depends on a client's name and the round
+
+    def clients(self, names: tuple[Hashable, ...], round_number: int) -> Tensor | None:
+        """Return sorted codes of the clients whose replies count; ``None`` means all."""
+        if self.fraction >= 1.0 and self.answers is None:
+            return None
+        codes = np.arange(len(names))
+        if self.fraction < 1.0:
+            keys, zero = client_keys(names), np.zeros(len(names), dtype=np.int64)
+            lots = row_uniforms(self.seed, _PARTICIPATION_STREAM + round_number, keys, zero)
+            asked = max(1, round(self.fraction * len(names)))
+            codes = np.sort(np.argsort(lots, kind="stable")[:asked])
+        if self.answers is not None:
+            there = [code for code in codes if self.answers(round_number, names[code])]
+            codes = np.array(there, dtype=np.int64)
+        return torch.from_numpy(codes.astype(np.int64))
+
+
+@dataclass(frozen=True)
+class StackedClients:
+    """Clients whose rows are stacked in this process, so one client step runs all of them."""
+
+    rows: NamedRows  # of all clients
+    # the clients that take part in a round
+    participation: Participation = field(default_factory=Participation)
+
+    def step(self, method: Any, shared: Any, personal: Any, number: int) -> Replies | None:
+        """Run a round on the clients that take part; the others keep their personal parts."""
+        clients = self.participation.clients(self.rows.names, number)
+        if clients is not None and not len(clients):
+            return None
+        return step_of(clients, self.rows, method, shared, personal, number)
+
+
+def step_of(
+    clients: Tensor | None, rows: NamedRows, method: Any, shared: Any, personal: Any, number: int
+) -> Replies:
+    """Run a round on some clients, given by codes, or on all; the others keep their personal parts."""
+    if clients is None:
+        return Replies(*method.client_step(shared, personal, rows, number))
+    parts = {name: value.clone() for name, value in named(personal).items()}
+    taking_part = unnamed(take_clients(parts, clients))
+    own, sums = method.client_step(shared, taking_part, rows.select(clients), number)
+    for name, value in named(own).items():
+        parts[name][clients] = value
+    return Replies(unnamed(parts), sums)
+
+
+def named(personal: Any) -> dict[str, Tensor]:
+    """Return personal parts, a tensor or a dictionary with a client axis, as named tensors."""
+    return personal if isinstance(personal, dict) else {"": personal}
+
+
+def unnamed(tensors: dict[str, Tensor]) -> Any:
+    """Return personal parts from the tensors of :func:`named`."""
+    return tensors[""] if set(tensors) == {""} else tensors
+
+
+# ---------------------------------------------------------------------- the rounds of a phase
 
 
 class Store(Protocol):

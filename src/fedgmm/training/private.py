@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -47,13 +47,7 @@ _METHODS = ("fedgmm", "fedem", "fedavg", DENSITY)
 
 
 def check_private(dataset: FederatedDataset, options: TrainingOptions, privacy: Privacy) -> None:
-    """Raise :class:`PrivacyError` unless a run can be differentially private.
-
-    Args:
-        dataset: the clients.
-        options: of the run.
-        privacy: with a budget.
-    """
+    """Raise :class:`PrivacyError` unless a run can be differentially private."""
     check_private_options(options)
     if dataset.task == "regression":
         raise PrivacyError("epsilon is for classes, not for numbers to predict.")
@@ -122,11 +116,6 @@ def warn_of_noise(method: PrivateMixture, dataset: FederatedDataset) -> None:
         warnings.warn(str(found), NoiseWarning, stacklevel=4)
 
 
-def private_options(options: TrainingOptions, privacy: Privacy) -> TrainingOptions:
-    """Return the options of a private run: few rounds, and no end by a log-likelihood full of noise."""
-    return replace(options, rounds=private_rounds(options, privacy), tol=None)
-
-
 def private_rounds(options: TrainingOptions, privacy: Privacy) -> int:
     """Return the number of noised rounds of a run."""
     linear = options.learner == "linear" or options.algorithm == DENSITY
@@ -169,11 +158,8 @@ class Account:
     def __init__(self, privacy: Privacy, checkpoint: Path | None = None, table: str = "") -> None:
         assert privacy.epsilon is not None
         assert privacy.delta is not None
-        self._budget, self._unit, self._table = (
-            Budget(privacy.epsilon, privacy.delta),
-            privacy.unit,
-            table,
-        )
+        self._budget = Budget(privacy.epsilon, privacy.delta)
+        self._unit, self._table = privacy.unit, table
         self._run = "" if checkpoint is None else checkpoint.name
         self.budget = mu_of(privacy.epsilon, privacy.delta)
         self.ledger = None if checkpoint is None else Ledger.of_runs(checkpoint.parent)
@@ -222,12 +208,8 @@ def unit_weights(privacy: Privacy, codes: Tensor, persons: Tensor | None) -> Ten
     """Return the weight of each row, ``(N,)``: those of one unit add up to one.
 
     A row, a person or a client counts as one, however many rows it has. Counting a person with several
-    rows more often would need as much more noise.
-
-    Args:
-        privacy: names the unit.
-        codes: the client of each row, ``(N,)``.
-        persons: code of the person of each row, ``(N,)``.
+    rows more often would need as much more noise. ``codes`` and ``persons`` are the client and the person
+    of each row.
     """
     if privacy.unit == "row":
         return torch.ones(len(codes), dtype=torch.float64)
@@ -333,16 +315,9 @@ def vector_of(
     rows: LabelledRows,
     weights: Tensor,
 ) -> FloatArray:
-    """Return the vector of a release without noise.
+    """Return the vector of the release ``name`` without noise, over the rows of one client or of all.
 
     Rows are clipped to ``[-1, 1]``. If whole clients are protected, each one's sums are clipped, too.
-
-    Args:
-        method: the private method.
-        name: of the release.
-        shared: the public parameters.
-        rows: of one client or of all.
-        weights: of the rows, see :func:`unit_weights`.
     """
     layout = method.clipped_layout(name, shared)
     whole = method.privacy.unit == "client"

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ from fedgmm.core.scratch import counts_of
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods.base import DENSITY
 from fedgmm.model.model import FederatedModel
+from fedgmm.training.checkpoint import read_checkpoint
 from fedgmm.training.local import INTERRUPTED, DivergenceWarning, train
 from fedgmm.training.options import TrainingOptions
 from fedgmm.wording import counted
@@ -139,6 +141,24 @@ def choose_sizes(
     return options, found
 
 
+def with_sizes(
+    options: TrainingOptions, dataset: FederatedDataset, checkpoint: Path | None, free: list[str]
+) -> TrainingOptions:
+    """Return the options with numbers in place of ``"auto"``; a run that resumes keeps its numbers.
+
+    ``free`` options are chosen with the sizes.
+    """
+    rows, columns = len(dataset.train), dataset.train.features.columns
+    if not options.open_sizes:
+        check_sizes(options, rows)
+        return options
+    if checkpoint is not None and checkpoint.exists():
+        stored = read_checkpoint(checkpoint).facts["options"]
+        return replace(options, **{name: stored[name] for name in [*options.open_sizes, *free]})
+    score, noise = local_score(dataset), noise_in(dataset)
+    return choose_sizes(options, free, rows=rows, columns=columns, score=score, noise=noise)[0]
+
+
 def check_sizes(options: TrainingOptions, rows: int) -> None:
     """Raise if there are more Gaussians or learners than training rows: they would learn nothing."""
     for name, size in zip(("components", "learners"), options.sizes, strict=True):
@@ -157,7 +177,6 @@ def select_mixture(
     candidates: Sequence[int] = _CANDIDATES,
     rows: int | None = None,
     noise: float = 1.0,
-    rounds: int = _TRIAL_ROUNDS,
     notify: Notify = lambda _: None,
 ) -> MixtureSelection:
     """Choose ``M1`` and ``M2`` by the likelihood of validation rows after short runs.
@@ -175,7 +194,7 @@ def select_mixture(
     """
     if not candidates:
         raise ValueError("candidates is empty; give at least one number.")
-    options = _for_trials(options, rounds)
+    options = _for_trials(options)
     if options.algorithm == DENSITY:
         learners = 1
     evidence: Evidence = "inputs" if learners == 1 else "labels"
@@ -229,13 +248,14 @@ def noise_in(dataset: FederatedDataset) -> float:
     return label_noise(np.sum(counts, axis=0)) * factor
 
 
-def _for_trials(options: TrainingOptions, rounds: int) -> TrainingOptions:
-    return replace(options, rounds=min(rounds, options.rounds), patience=None, refit=False)
+def _for_trials(options: TrainingOptions) -> TrainingOptions:
+    rounds = min(_TRIAL_ROUNDS, options.rounds)
+    return replace(options, rounds=rounds, patience=None, refit=False)
 
 
 def _best_ridge(score: Score, options: TrainingOptions, notify: Notify) -> float:
     """Return the penalty of exact steps under which the labels of validation rows are most likely."""
-    options, scores = _for_trials(options, _TRIAL_ROUNDS), {}
+    options, scores = _for_trials(options), {}
     for ridge in _RIDGES:
         notify(f"trying ridge {ridge:g}")
         scores[ridge] = score(replace(options, ridge=ridge), "labels")
