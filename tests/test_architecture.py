@@ -128,10 +128,7 @@ def test_there_is_one_round_loop():
 def test_no_isinstance_over_methods_outside_their_room():
     homes = {*SOURCE.glob("methods/*.py"), *SOURCE.glob("privacy/private_*.py")}
     known = {
-        node.name
-        for path in homes
-        for node in nodes_of(path)
-        if isinstance(node, ast.ClassDef)
+        node.name for path in homes for node in nodes_of(path) if isinstance(node, ast.ClassDef)
     }
     assert {"FedGMM", "PrivateMixture", "PrivateNetworks"} <= known
     found = []
