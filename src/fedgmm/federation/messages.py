@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -86,10 +87,11 @@ class Message:
     @property
     def size(self) -> int:
         """Number of bytes of the arrays and of the JSON text."""
-        return sum(array.nbytes for array in self.arrays.values()) + len(self.facts_text().encode())
+        return sum(array.nbytes for array in self.arrays.values()) + len(self.facts_text)
 
+    @cached_property
     def facts_text(self) -> str:
-        """Return the facts as JSON; floats keep every bit, or raise ``MessageError``."""
+        """The facts as JSON in ASCII; floats keep every bit. Raises ``MessageError`` for others."""
         try:
             return json.dumps(self.facts, allow_nan=False, ensure_ascii=True)
         except (TypeError, ValueError, RecursionError) as error:
@@ -159,10 +161,8 @@ def check_message(message: Message, *, limit_bytes: int = LARGEST_MESSAGE) -> No
     _check_value(message.facts, _MOST_DEPTH)
     if not isinstance(message.facts, Mapping):
         raise MessageError("its facts are not a JSON object.")
-    facts = len(message.facts_text())
-    check_size("its facts are", facts, "bytes", _LARGEST_FACTS)
-    total = facts + sum(array.nbytes for array in message.arrays.values())
-    check_size("it is", total, "bytes", limit_bytes)
+    check_size("its facts are", len(message.facts_text), "bytes", _LARGEST_FACTS)
+    check_size("it is", message.size, "bytes", limit_bytes)
 
 
 # ---------------------------------------------------------------------- texts and bytes

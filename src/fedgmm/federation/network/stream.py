@@ -48,7 +48,7 @@ COMMON_OPTIONS: list[tuple[str, int]] = [
 
 def pieces(message: Message, number: int) -> Iterator[bytes]:
     """Yield a checked message of exchange ``number`` in pieces, without a copy of all its bytes."""
-    texts = [message.kind.encode(), message.facts_text().encode(), layout_text(message).encode()]
+    texts = [message.kind.encode(), message.facts_text.encode(), layout_text(message).encode()]
     buffers = [array.data.cast("B") for array in message.arrays.values() if array.size]
     head = _LENGTHS.pack(*map(len, texts)) + b"".join(texts)
     size = len(head) + sum(len(one) for one in buffers)
