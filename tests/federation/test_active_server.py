@@ -10,7 +10,8 @@ from sklearn.linear_model import LogisticRegression
 from fedgmm.core.gaussians import gaussians
 from fedgmm.federation.messages import Message
 from fedgmm.federation.settings import SiteSettings
-from fedgmm.federation.site import Site, SiteError, separable
+from fedgmm.federation.site import Site, SiteError
+from fedgmm.federation.start import separable
 from fedgmm.methods.base import Prediction
 from fedgmm.nets.networks import Dense, network
 from fedgmm.privacy.disclosure import ImplausibleModelError, RowWeights, check_model

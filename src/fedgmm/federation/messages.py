@@ -97,6 +97,13 @@ class Message:
         except (TypeError, ValueError, RecursionError) as error:
             raise MessageError(f"its facts are not plain JSON values: {error}.") from None
 
+    def whole(self, name: str) -> int:
+        """Return a fact that is a whole number, zero if it is missing, or raise ``MessageError``."""
+        value = self.facts.get(name, 0)
+        if type(value) is not int or value < 0:
+            raise MessageError(f"{name} is {value!r}, which is not a whole number.")
+        return value
+
 
 PROJECTION = "projection/"
 """Start of the names of principal components, which a site keeps; requests refer to them by a digest."""

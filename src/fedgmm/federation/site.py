@@ -20,13 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fedgmm import __version__
-from fedgmm.core.gaussians import gaussians
-from fedgmm.core.initialise import MOST_DIRECTIONS
 from fedgmm.core.streaming import lanes_only
-from fedgmm.core.sums import Declaration, Sums, row_counts, withhold
+from fedgmm.core.sums import Declaration, Sums, withhold
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.tables.columns import FileFormat
 from fedgmm.data.tables.errors import TableError
@@ -49,11 +46,11 @@ from fedgmm.federation.messages import (
 from fedgmm.federation.policy import TRAINING_REQUESTS, LimitError, Policy
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site_table import SiteTable, public_reason
+from fedgmm.federation.start import assigned_sums, cell_sums, centroid_arrays, overall_sums
 from fedgmm.federation.summaries import SummaryError, summary_record, table_from_record
 from fedgmm.federation.wire import (
     Arrays,
     WireError,
-    as_tensor,
     decode,
     encode,
     pack,
@@ -61,8 +58,7 @@ from fedgmm.federation.wire import (
 )
 from fedgmm.files import sha256_of
 from fedgmm.methods.base import DENSITY, AnyMethod, DivergedError
-from fedgmm.methods.centroids import FEWEST_ROWS_A_CLUSTER, grid_counts, local_centroids
-from fedgmm.methods.gmm import FederatedGMM, equal_covariances, sums_of_all
+from fedgmm.methods.gmm import FederatedGMM, sums_of_all
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.devices import resolve_device
 from fedgmm.privacy.accounting import Release
@@ -253,7 +249,7 @@ class Site:
             table = self._asked_table(request)
             columns = [str(name) for name in request.facts.get("as_categories", [])]
             summary = self.table.summary(table, columns)
-            self._check_rows(summary.rows, _whole(request, "min_rows"))
+            self._check_rows(summary.rows, request.whole("min_rows"))
             # the server chooses which column is the label
             if look_like_names(len(summary.labels), summary.rows):
                 raise UnfitError(
@@ -309,7 +305,7 @@ class Site:
         """Return masked sums of the declared columns, for the agreement on the preprocessing."""
         table = self._asked_table(request)
         declared, summary = self._declared(table)
-        self._check_rows(summary.rows, _whole(request, "min_rows"))
+        self._check_rows(summary.rows, request.whole("min_rows"))
         return self._sent(request, declared.sums(summary), declared.declare_sums(), torch.float64)
 
     def _declared(self, table: TableOptions) -> tuple[DeclaredColumns, ClientSummary]:
@@ -351,17 +347,7 @@ class Site:
     def _cells(self, request: Message) -> Content:
         """Return masked counts of rows in a grid, for the start of the Gaussians."""
         job, rows = self._training_rows(request)
-        mean, projection = (request.arrays.get(name) for name in ("mean", "projection"))
-        k = 0 if projection is None or projection.ndim != 2 else projection.shape[1]
-        if mean is None or projection is None or mean.shape != (job.features,):
-            raise MessageError("the grid of the start is missing or has the wrong shape.")
-        if not 1 <= k <= MOST_DIRECTIONS or len(projection) != job.features:
-            raise MessageError("the grid of the start has the wrong shape.")
-        counts = grid_counts(
-            rows.features, *(as_tensor(one).double().to(rows.device) for one in (mean, projection))
-        )
-        declaration = {"cells": row_counts(len(counts))}
-        return self._sent(request, Sums({"cells": counts}), declaration, job.learner_dtype)
+        return self._sent(request, *cell_sums(request, job, rows), job.learner_dtype)
 
     # ------------------------------------------------------------------ masks
 
@@ -396,53 +382,19 @@ class Site:
         return self._masks.seal(request, lambda n: to_fixed(pack(sums, declaration), n)), {}
 
     def _start(self, request: Message) -> Content:
-        """Return sums of all columns and local centroids, for the start of the Gaussians."""
+        """Return sums of all columns, and without masks local centroids, for the start."""
         job, rows = self._training_rows(request)
-        zero = torch.zeros(1, job.features, dtype=torch.float64, device=rows.device)
-        if self._is_masked:
-            whole = FederatedGMM(1, "full").declare_sums(job.features)
-            sums = sums_of_all(rows.features, zero, "full")
-            return self._sent(request, sums, whole, job.learner_dtype)
-        declaration = FederatedGMM(1, "diag").declare_sums(job.features)
-        arrays = encode(sums_of_all(rows.features, zero), declaration, job.learner_dtype)
-        clusters, most = _whole(request, "clusters"), _whole(request, "most_rows")
-        if clusters > job.options.sizes[0]:
-            raise MessageError("it asks for more centroids than the run has Gaussians.")
-        points, counts = np.empty((0, job.features)), np.empty(0)
-        own = self.settings.min_rows
-        if own:
-            if 0 < most < FEWEST_ROWS_A_CLUSTER * clusters:  # zero asks for no centroids
-                raise MessageError(
-                    "it asks for centroids of so few rows that they could be recognised."
-                )
-            clusters = min(clusters, len(rows) // own)
-        if clusters > 1 and most > 0:
-            sent = local_centroids(rows.features, clusters, job.options.seed, most)
-            enough = sent.counts >= self._least(job)
-            if own:
-                enough &= separable(sent.counts, len(rows), own)
-            points, counts = sent.points[enough], sent.counts[enough]
-        arrays["centroids/points"] = np.ascontiguousarray(points, dtype=np.float64)
-        arrays["centroids/counts"] = np.ascontiguousarray(counts, dtype=np.float64)
-        return arrays, {"rows": len(rows)}
+        whole = overall_sums(rows, job.features, masked=self._is_masked)
+        arrays, facts = self._sent(request, *whole, job.learner_dtype, len(rows))
+        if not self._is_masked:
+            own = self.settings.min_rows
+            arrays |= centroid_arrays(request, job, rows, own, self._least(job))
+        return arrays, facts
 
     def _assigned(self, request: Message) -> Content:
         """Return sums of the rows nearest to each of the start's means."""
         job, rows = self._training_rows(request)
-        if job.method.mixture is None:
-            raise MessageError("the method has no Gaussians to start.")
-        method = replace(job.method.mixture, aggregation="exact")
-        means = request.arrays.get("means")
-        if means is None or means.shape != (method.components, job.features):
-            raise MessageError("the means of the start are missing or have the wrong shape.")
-        kind = method.covariance_type
-        # only the means decide which one is nearest
-        spread = equal_covariances(torch.ones(job.features).double(), len(means), kind)
-        current = gaussians(as_tensor(means).double(), spread, kind)
-        sums = method.sums_of_assigned(
-            rows.features, current, "nearest", job.options.seed, self.settings.min_rows
-        )
-        declaration = method.declare_sums(job.features)
+        sums, declaration = assigned_sums(request, job, rows, self.settings.min_rows)
         sums = withhold(sums, declaration, self._least(job))
         return self._sent(request, sums, declaration, job.learner_dtype, len(rows))
 
@@ -476,7 +428,7 @@ class Site:
         sums = withhold(sums, declaration, self._least(job))
         arrays, facts = self._sent(request, sums, declaration, job.learner_dtype, len(rows))
         progress = Progress(phase, number, shared, moved)
-        self._folder.keep(run, progress, since, _whole(request, "keep"))
+        self._folder.keep(run, progress, since, request.whole("keep"))
         entry = {"round": float(number), "log_likelihood": fit, "seconds": seconds}
         self._folder.add_history(entry)
         self.notify(f"round {number}: replied in {seconds:.1f} s")
@@ -730,20 +682,6 @@ class Site:
         return lanes_only() if quiet else nullcontext()
 
 
-def separable(counts: NDArray[np.float64], rows: int, fewest: int) -> NDArray[np.bool_]:
-    """Return which centroids may be sent without giving away the few rows that have none.
-
-    The sum of all rows is known, so either no row lacks a centroid or at least ``fewest`` rows do.
-    """
-    sent = counts >= fewest
-    for smallest in np.argsort(counts, kind="stable"):
-        left = rows - counts[sent].sum()
-        if left < 1e-6 or left >= fewest:
-            break
-        sent[smallest] = False
-    return sent
-
-
 def _too_large(privacy: Privacy) -> LimitError:
     return LimitError(
         f"the server asks for delta={privacy.delta:g}, which is not less than one over the number of this "
@@ -756,7 +694,7 @@ def planned_release(job: Job, request: Message) -> tuple[PrivateMixture, str, fl
 
     Raises ``MessageError`` unless it is the one that the plan has in this place, with as much noise.
     """
-    method, place = job.private, _whole(request, "round")
+    method, place = job.private, request.whole("round")
     plan = [] if method is None else method.releases()
     if method is None or place >= len(plan):
         raise MessageError(f"the plan of this run has no release {place}.")
@@ -770,17 +708,10 @@ def planned_release(job: Job, request: Message) -> tuple[PrivateMixture, str, fl
     return method, name, mu
 
 
-def _whole(request: Message, name: str) -> int:
-    value = request.facts.get(name, 0)
-    if type(value) is not int or value < 0:
-        raise MessageError(f"{name} is {value!r}, which is not a whole number.")
-    return value
-
-
 def _place(request: Message) -> tuple[str, Phase, int, int]:
     """Return the run, the phase, the round, and the last round of this site that counted."""
     run, phase = request.facts.get("run"), request.facts.get("phase")
     if not isinstance(run, str) or not RUN_ID.fullmatch(run):
         raise MessageError("the request does not name its run.")
-    number, since = _whole(request, "round"), _whole(request, "since")
+    number, since = request.whole("round"), request.whole("since")
     return run, "warmup" if phase == "warmup" else "main", number, since
