@@ -92,15 +92,12 @@ class FederationDemo:
         self.seconds["files, certificate and keys made"] = time.perf_counter() - started
         port = free_port()
         with ExitStack() as stack:
-            server = self._start(stack, "server", *self._server_arguments(port))
-            clients = {
-                name: self._start(stack, name, *self._client_arguments(name, port))
-                for name in self.names
-            }
-            self._watch(server)
-            for name, process in {"server": server, **clients}.items():
-                if process.wait(60):
-                    raise RuntimeError(f"{name} failed:\n{self._log(name)}")
+            processes = {"server": self._start(stack, "server", *self._server_arguments(port))}
+            for name in self.names:
+                processes[name] = self._start(stack, name, *self._client_arguments(name, port))
+            self._watch(processes["server"])
+            for name, process in processes.items():
+                self._wait_for(name, process, 60)
         self._join_later(port)
         found = {name: read_json(self.out / name / "metrics.json") for name in self.names}
         self.seconds["in all"] = time.perf_counter() - started
@@ -141,9 +138,7 @@ class FederationDemo:
         with ExitStack() as stack:
             self._start(stack, "server_again", *self._server_arguments(port))
             arguments = [*self._client_arguments(NEWCOMER, port), "--adapt-only"]
-            newcomer = self._start(stack, NEWCOMER, *arguments)
-            if newcomer.wait(_TIMEOUT):
-                raise RuntimeError(f"{NEWCOMER} failed:\n{self._log(NEWCOMER)}")
+            self._wait_for(NEWCOMER, self._start(stack, NEWCOMER, *arguments), _TIMEOUT)
         self.seconds[f"{NEWCOMER} joined the finished federation"] = time.perf_counter() - started
 
     # ------------------------------------------------------------------ processes
@@ -168,25 +163,26 @@ class FederationDemo:
 
     def _watch(self, server: subprocess.Popen[bytes]) -> None:
         """Print the server's log, and measure its phases."""
-        shown, since = 0, time.perf_counter()
+        since = time.perf_counter()
         deadline = time.monotonic() + _TIMEOUT
-        while True:
-            ended = server.poll() is not None
-            text = self._log("server")
-            for line in text[shown : text.rfind("\n") + 1].splitlines():
-                print("  ", line, flush=True)
-                for mark, phase in _PHASES.items():
-                    if mark in line and phase not in self.seconds:
-                        now = time.perf_counter()
-                        self.seconds[phase], since = now - since, now
-            shown = text.rfind("\n") + 1
-            if ended:
-                return
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"The federation does not end within {_TIMEOUT:g} s; see {self.out}/*.txt."
-                )
-            time.sleep(0.1)
+        with (self.out / "server.txt").open(encoding="utf-8", errors="replace") as log:
+            while (ended := server.poll() is not None) or time.monotonic() < deadline:
+                for line in log:
+                    print("  ", line, end="", flush=True)
+                    for mark, phase in _PHASES.items():
+                        if mark in line and phase not in self.seconds:
+                            now = time.perf_counter()
+                            self.seconds[phase], since = now - since, now
+                if ended:
+                    return
+                time.sleep(0.1)
+        raise RuntimeError(
+            f"The federation does not end within {_TIMEOUT:g} s; see {self.out}/*.txt."
+        )
+
+    def _wait_for(self, name: str, process: subprocess.Popen[bytes], seconds: float) -> None:
+        if process.wait(seconds):
+            raise RuntimeError(f"{name} failed:\n{self._log(name)}")
 
     def _log(self, name: str) -> str:
         return (self.out / f"{name}.txt").read_text(encoding="utf-8", errors="replace")
