@@ -75,7 +75,8 @@ def masked(files, home, **options):
 
 def broadcast(training):
     return {
-        n: v.double().numpy() for n, v in training.job.method.broadcast(training.shared).items()
+        n: v.double().numpy()
+        for n, v in training.job.method.broadcast(training.loop.outcome[0]).items()
     }
 
 

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,6 @@ from fedgmm.runs.folder import (
     RunFolder,
     fingerprints,
     read_history,
-    read_json,
     write_history,
     write_json,
     write_metrics,
@@ -177,10 +177,6 @@ class SiteFolder(_Folder):
         before = [e for e in read_history(self.run.history) if e["round"] < entry["round"]]
         write_history(self.run.history, [*before, entry])
 
-    def history(self) -> list[dict[str, float]]:
-        """Return the entries of the rounds that the site replied to."""
-        return read_history(self.run.history)
-
     # ------------------------------------------------------------------ the run folder
 
     def write_config(
@@ -199,10 +195,6 @@ class SiteFolder(_Folder):
         facts: dict[str, Any] = {"selection": None, "notes": [*tables.notes, *notes], "seconds": {}}
         finish_run(self.run, model, model.dataset, tables, facts)
 
-    def metrics(self) -> dict[str, Any]:
-        """Return ``metrics.json``."""
-        return dict(read_json(self.run.metrics))
-
 
 class StartRecord:
     """Requests and totals before the first checkpoint, so that a restarted server asks the same.
@@ -213,30 +205,26 @@ class StartRecord:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._known: dict[str, Any] | None = None
 
+    @cached_property
     def _values(self) -> dict[str, Any]:
-        if self._known is None:
-            self._known = {}
-            if self._path.is_file():
-                try:
-                    self._known = dict(json.loads(self._path.read_text()))
-                except (ValueError, TypeError):
-                    raise FederationError(
-                        f"{self._path} is damaged; choose another folder to start again."
-                    ) from None
-        return self._known
+        try:
+            return dict(json.loads(self._path.read_text())) if self._path.is_file() else {}
+        except (ValueError, TypeError):
+            raise FederationError(
+                f"{self._path} is damaged; choose another folder to start again."
+            ) from None
 
     def get(self, *path: str) -> Any:
         """Return a value by its keys; ``None`` if it is missing."""
-        found: Any = self._values()
+        found: Any = self._values
         for key in path:
             found = found.get(key) if isinstance(found, Mapping) else None
         return found
 
     def keep(self, *path: str, value: Any) -> None:
         """Write a value under its keys; ``None`` deletes it."""
-        place = self._values()
+        place = self._values
         for key in path[:-1]:
             place = place.setdefault(key, {})
         if value is None:
@@ -246,17 +234,17 @@ class StartRecord:
         else:
             place[path[-1]] = value
         private_folder(self._path.parent)
-        write_atomically(self._path, json.dumps(self._values()).encode())
+        write_atomically(self._path, json.dumps(self._values).encode())
 
     def restart(self, value: Mapping[str, Any]) -> None:
         """Replace everything."""
-        self._known = {}
+        self._values = {}
         for key, one in value.items():
             self.keep(key, value=one)
 
     def forget(self) -> None:
         """Delete the file."""
-        self._known = {}
+        self._values = {}
         self._path.unlink(missing_ok=True)
 
     def recalled(self, run: str, what: str, compute: Callable[[], Arrays]) -> Arrays:
@@ -307,10 +295,6 @@ class ServerFolder(_Folder):
         write_history(self.run.history, history)
         save_progress(self.run.checkpoint, progress)
 
-    def history(self, last: int) -> list[dict[str, Any]]:
-        """Return the entries of rounds up to ``last``."""
-        return [dict(e) for e in read_history(self.run.history) if e["round"] <= last]
-
     # ------------------------------------------------------------------ the end
 
     def finish(
@@ -349,17 +333,9 @@ class ServerFolder(_Folder):
         if not figures:
             absent["accuracy"] = "No client shared the metrics of its test rows."
         names = tuple(sorted(clients))
+        rows = np.array([clients[name] for name in names], dtype=np.int64)
         scores = np.array(
-            [
-                [figures.get(name, {}).get(figure, np.nan) for name in names]
-                for figure in SHARED_METRICS
-            ]
-        )
-        table = ClientTable(
-            names,
-            np.array([clients[name] for name in names], dtype=np.int64),
-            np.array([clients[name] for name in names], dtype=np.int64),
-            *scores,
+            [[figures.get(n, {}).get(one, np.nan) for n in names] for one in SHARED_METRICS]
         )
         gaussians = None if model is None else model.prediction.gaussians
         contents = ReportContents(
@@ -368,7 +344,7 @@ class ServerFolder(_Folder):
             classes=len(job.preprocessing.labels.classes),
             components=0 if gaussians is None else len(gaussians.means),
             learners=1 if model is None else model.n_learners,
-            clients=table,
+            clients=ClientTable(names, rows, rows, *scores),
             convergence=convergence([numbers_of(entry) for entry in history], absent),
             configuration=flattened(read_config(self.run.config)),
             environment=flattened(environment()),

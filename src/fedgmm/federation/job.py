@@ -179,8 +179,8 @@ class Job:
         """Return the job with the principal components among some arrays, if its options have ``pca``.
 
         Raises:
-            MessageError: components that are missing, not finite, not orthonormal, which could stretch the
-                distance between single rows, or others than ``digest`` says.
+            MessageError: components that are missing, not finite, or not orthonormal, which could stretch
+                the distance between single rows.
         """
         k, found = self.options.pca, {n: arrays.get(PROJECTION + n) for n in _PROJECTION}
         if k is None:

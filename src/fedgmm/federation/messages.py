@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+Notify = Callable[[str], None]
+
 PROTOCOL = 5
 """Version of the requests and replies; both sides must have the same."""
 
@@ -44,6 +46,9 @@ FAILURE = "failure"
 
 GREETINGS = ("hello", "refused")
 """Kinds of requests to nodes that are not members; other requests do not wait long for them."""
+
+GREETING_TIMEOUT = 5.0
+"""Seconds for greetings that are sent together with other requests."""
 
 REPORTED = "the client reports: "
 """Start of a failure's reason if the site itself explained it."""
@@ -225,7 +230,7 @@ def _arrays(layout: str | bytes, payload: bytes | memoryview) -> dict[str, NDArr
 
 
 def reply_or_failure(
-    reply: Callable[[], Message], public: type[Exception], notify: Callable[[str], None]
+    reply: Callable[[], Message], public: type[Exception], notify: Notify
 ) -> Message:
     """Return a site's reply, or a reply that reports an error.
 
@@ -334,6 +339,16 @@ def checked_reply(reply: Message, registered: str | None) -> Reply:
     return reply
 
 
+def limits_of(requests: Mapping[str, Message], timeout: float) -> dict[str, float]:
+    """Return the seconds that each node has for its reply.
+
+    Greetings beside other requests have less, so that an unknown node does not delay the members.
+    """
+    alone = all(one.kind in GREETINGS for one in requests.values())
+    soon = timeout if alone else min(timeout, GREETING_TIMEOUT)
+    return {node: soon if one.kind in GREETINGS else timeout for node, one in requests.items()}
+
+
 class Transport(Protocol):
     """The connection of a server to its nodes."""
 
@@ -344,9 +359,7 @@ class Transport(Protocol):
     def ask(self, requests: Mapping[str, Message], timeout: float) -> Iterator[tuple[str, Reply]]:
         """Send each node its request, and yield replies as they arrive.
 
-        The iteration ends when every node has replied, or after ``timeout`` seconds, when each
-        missing node yields a :class:`Failure`. A late reply to an older request is never yielded.
-        Greetings (``GREETINGS``) beside other requests may be given up sooner, so that an unknown
-        node does not delay the members.
+        The iteration ends when every node has replied or had its time (:func:`limits_of`); each missing
+        node yields a :class:`Failure` then. A late reply to an older request is never yielded.
         """
         ...

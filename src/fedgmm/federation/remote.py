@@ -40,6 +40,7 @@ from fedgmm.federation.wire import (
 from fedgmm.methods.base import DENSITY, AnyMethod, DivergedError, RoundInfo
 from fedgmm.methods.gmm import FederatedGMM, moments_in
 from fedgmm.privacy.influence import Cohort, Medians, likely_scores, row_weights
+from fedgmm.runs.folder import read_history
 from fedgmm.training.checkpoint import Progress
 from fedgmm.training.local import Participation
 from fedgmm.training.loop import Replies, Training
@@ -63,6 +64,7 @@ class RemoteTraining:
         stopped: why training ended before its last round.
         start_bytes: bytes to and from each site before the first round.
         bounded: sites whose influence the last exchange bounded, with the reason.
+        codes: names of the clients in the order of their codes.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class RemoteTraining:
         self.start_bytes: dict[str, list[int]] = {}
         self.bounded: dict[str, str] = {}
         self.loop = Training(job.method, job.warm_up, self, job.options, store=self)
-        self._codes: list[str] = []  # names of the clients in the order of their codes
+        self.codes: list[str] = []
         self._sent: tuple[Any, dict[int, Arrays]] = (None, {})
         self._last: Exchange | None = None
         self._medians = Medians()  # of the sites' sums in this phase
@@ -93,16 +95,6 @@ class RemoteTraining:
             self.stopped = self.job.options.after_divergence(self.loop.run.diverged)
             self.members.notify(self.stopped)
             self.loop.save()
-
-    @property
-    def shared(self) -> Any:
-        """The shared part of the model that the run leaves."""
-        return self.loop.outcome[0]
-
-    @property
-    def client_names(self) -> tuple[str, ...]:
-        """Names of the clients in the order of their codes."""
-        return tuple(self._codes)
 
     # ------------------------------------------------------------------ the start
 
@@ -129,14 +121,6 @@ class RemoteTraining:
         """Return float64 arrays of the start that an earlier attempt left, or compute and keep them."""
         return self.members.record.recalled(self.members.run, what, compute)
 
-    def starting_names(self) -> tuple[str, ...]:
-        """Return the members that the start asks; after a restart, those of the first attempt."""
-        known = self.members.record.get("names", self.members.run)
-        if known is None:
-            known = list(self.members.names)
-            self.members.record.keep("names", self.members.run, value=known)
-        return tuple(known)
-
     def start(self, method: AnyMethod, learner: Params | None) -> tuple[Any, Any]:
         """Start a phase; a density needs two exchanges with the sites."""
         self._enlist()
@@ -159,7 +143,7 @@ class RemoteTraining:
         for member in self.members.members.values():
             member.since, member.best_since, member.founder = 0, 0, True
         self._medians = Medians()
-        self._codes = list(self.members.names)
+        self.codes = list(self.members.names)
 
     def note_start_traffic(self) -> None:
         """Count the bytes of a start."""
@@ -186,7 +170,7 @@ class RemoteTraining:
                     checked.append(weight * own)
                     right.append(weight * correct)
             code = self._code(member.name)
-            sent = method.broadcast(method.admit(shared, len(self._codes)), code)
+            sent = method.broadcast(method.admit(shared, len(self.codes)), code)
             return method.of_client(sums, code), sent
 
         def chosen(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -405,16 +389,16 @@ class RemoteTraining:
 
     def _code(self, name: str) -> int:
         """Return a client's code; a new client gets the next one."""
-        if name not in self._codes:
-            self._codes.append(name)
-        return self._codes.index(name)
+        if name not in self.codes:
+            self.codes.append(name)
+        return self.codes.index(name)
 
     def _admit(self) -> None:
         """Make new clients known to the shared part."""
         run, best = self.loop.run, self.loop.best
-        run.shared = self.loop.current.admit(run.shared, len(self._codes))
+        run.shared = self.loop.current.admit(run.shared, len(self.codes))
         if best is not None:
-            admitted = self.loop.method.admit(best.shared, len(self._codes))
+            admitted = self.loop.method.admit(best.shared, len(self.codes))
             self.loop.best = best._replace(shared=admitted)
 
     def request(self, kind: str, name: str | None) -> Message:
@@ -423,7 +407,7 @@ class RemoteTraining:
         ``name=None`` returns the finished model for a site that did not take part.
         """
         # a client without a code has not replied yet, so it gets the broadcast of a newcomer
-        code = self._codes.index(name) if name in self._codes else None
+        code = self.codes.index(name) if name in self.codes else None
         loop, run = self.loop, self.loop.run
         ends = kind in ("finish", "model")
         shared = loop.outcome[0] if ends else run.shared
@@ -482,7 +466,7 @@ class RemoteTraining:
             "run": self.members.run,
             "job": self.job.facts,
             "members": {name: m.record() for name, m in self.members.members.items()},
-            "clusters": self._codes,
+            "clusters": self.codes,
             "notes": self.notes,
             "stopped": self.stopped,
             "start_bytes": self.start_bytes,
@@ -502,8 +486,9 @@ class RemoteTraining:
         if stored is None or self.folder is None:
             return None
         progress = stored.progress(self.job.method_of(stored.phase))
-        entries = self.folder.history(progress.round) or progress.history
-        return replace(progress, history=entries)
+        entries = read_history(self.folder.run.history)
+        known = [entry for entry in entries if entry["round"] <= progress.round]
+        return replace(progress, history=known or progress.history)
 
     def restore(self, known: Mapping[str, Any]) -> None:
         """Restore members and notes from a checkpoint."""
@@ -513,7 +498,7 @@ class RemoteTraining:
         self.notes, self.stopped = list(known["notes"]), known["stopped"]
         self._medians = Medians.from_record(known.get("medians", []))
         self.start_bytes = {name: list(own) for name, own in known["start_bytes"].items()}
-        self._codes = list(known["clusters"])
+        self.codes = list(known["clusters"])
 
     def total_traffic(self) -> dict[str, list[int]]:
         """Return the bytes to and from every site, for the start and over all rounds."""

@@ -74,8 +74,8 @@ from fedgmm.federation.job import (
     shared_model,
 )
 from fedgmm.federation.masking import MaskedExchange, ServerMasks, check_total, read_total
-from fedgmm.federation.members import Member, Members, Notify
-from fedgmm.federation.messages import Failure, Message, Transport
+from fedgmm.federation.members import Member, Members
+from fedgmm.federation.messages import Failure, Message, Notify, Transport
 from fedgmm.federation.private import PrivateTraining
 from fedgmm.federation.remote import RemoteTraining
 from fedgmm.federation.settings import FederationError, FederationSettings
@@ -173,9 +173,8 @@ class _Server:
         self.members = Members(settings, transport, notify)
         self.members.record = folder.start
         if settings.is_masked:
-            log = folder.run.home / "commitments.jsonl"
             least = settings.privacy.fewest_changes
-            self.members.masks = ServerMasks(self.members, least, log=log)
+            self.members.masks = ServerMasks(self.members, least, folder.run.home)
         self.notify = self.members.notify
 
     def run(self) -> None:
@@ -283,8 +282,8 @@ class _Server:
         model = shared_model(
             training.job,
             loop.current,
-            training.shared,
-            training.client_names,
+            loop.outcome[0],
+            training.codes,
             history,
             training.stopped,
         )
@@ -507,10 +506,14 @@ def _agree_masked(members: Members) -> dict[str, Any]:
 
 
 def wait_for(members: Members, wanted: int) -> None:
-    """Greet nodes until ``wanted`` members have sent a summary."""
+    """Greet nodes until ``wanted`` members can take part in the agreement on columns."""
     timeout = members.settings.start_timeout
     started = time.monotonic()
-    while len(ready := members.ready) < wanted:
+    while True:
+        masked, found = members.settings.is_masked, sorted(members.members.items())
+        ready = [name for name, m in found if masked or m.summary is not None]
+        if len(ready) >= wanted:
+            return
         members.remind(
             f"waiting for {wanted - len(ready)} more of {counted(wanted, 'client')}"
             + (f"; connected: {', '.join(ready)}" if ready else "")
@@ -520,10 +523,7 @@ def wait_for(members: Members, wanted: int) -> None:
                 f"Only {len(ready)} of {counted(wanted, 'client')} came within {timeout:g} s; "
                 "start the others, or lower clients in [federation]."
             )
-        if members.greetings_due():
-            members.greet(agree=True)
-        else:
-            members.pause()
+        members.greet_or_pause(agree=True)
 
 
 def _with_common_kinds(

@@ -38,6 +38,7 @@ from fedgmm.federation.messages import (
     PROTOCOL,
     Message,
     MessageError,
+    Notify,
     check_message,
     coded,
     digest_of,
@@ -45,7 +46,7 @@ from fedgmm.federation.messages import (
 )
 from fedgmm.federation.policy import TRAINING_REQUESTS, LimitError, Policy
 from fedgmm.federation.settings import SiteSettings
-from fedgmm.federation.site_table import SiteTable, public_reason
+from fedgmm.federation.site_table import SiteTable
 from fedgmm.federation.start import assigned_sums, cell_sums, centroid_arrays, overall_sums
 from fedgmm.federation.summaries import SummaryError, summary_record, table_from_record
 from fedgmm.federation.wire import (
@@ -69,7 +70,7 @@ from fedgmm.privacy.noise import SMALLEST_NOISE, noise_elements
 from fedgmm.privacy.private_method import ROUND, PrivateMixture
 from fedgmm.privacy.settings import Privacy, PrivacyError
 from fedgmm.runs.fitting import NOT_COVERED
-from fedgmm.runs.folder import RunError
+from fedgmm.runs.folder import RunError, read_history, read_json
 from fedgmm.runs.run import open_run
 from fedgmm.training.checkpoint import Phase, Progress
 from fedgmm.training.local import projected
@@ -110,9 +111,7 @@ class Site:
         unusable: why it can never take part, such as an error in its table.
     """
 
-    def __init__(
-        self, settings: SiteSettings, *, notify: Callable[[str], None] = lambda _: None
-    ) -> None:
+    def __init__(self, settings: SiteSettings, *, notify: Notify = lambda _: None) -> None:
         """Find the site's table, or raise ``ValueError``."""
         self.settings = settings
         self.notify = notify
@@ -230,7 +229,9 @@ class Site:
             reason = "its own folder or file cannot be used; its log says why"
             return SiteError(reason, "folder")
         if isinstance(error, ValueError):
-            return SiteError(public_reason(error), "table")
+            # without a path and without a value of a row
+            public = error.public if isinstance(error, TableError) else text.rstrip(".")
+            return SiteError(public, "table")
         return SiteError(f"{type(error).__name__} at the site; see its log", "internal")
 
     # ------------------------------------------------------------------ before the rounds
@@ -306,7 +307,7 @@ class Site:
         table = self._asked_table(request)
         declared, summary = self._declared(table)
         self._check_rows(summary.rows, request.whole("min_rows"))
-        return self._sent(request, declared.sums(summary), declared.declare_sums(), torch.float64)
+        return self._sealed(request, declared.sums(summary), declared.declare_sums())
 
     def _declared(self, table: TableOptions) -> tuple[DeclaredColumns, ClientSummary]:
         """Return the declared columns and the site's summary; log once what the run does not use."""
@@ -342,12 +343,12 @@ class Site:
         declaration = FederatedGMM(1, "full").declare_sums(len(block))
         sums = sums_of_all(replace(rows.features, chunks=chunks), zero, "full")
         sums = withhold(sums, declaration, self._least(job))
-        return self._sent(request, sums, declaration, job.learner_dtype, len(rows))
+        return self._sent(request, sums, declaration, len(rows))
 
     def _cells(self, request: Message) -> Content:
         """Return masked counts of rows in a grid, for the start of the Gaussians."""
         job, rows = self._training_rows(request)
-        return self._sent(request, *cell_sums(request, job, rows), job.learner_dtype)
+        return self._sent(request, *cell_sums(request, job, rows))
 
     # ------------------------------------------------------------------ masks
 
@@ -369,23 +370,22 @@ class Site:
             )
 
     def _sent(
-        self,
-        request: Message,
-        sums: Sums,
-        declaration: Declaration,
-        dtype: torch.dtype,
-        rows: int = 0,
+        self, request: Message, sums: Sums, declaration: Declaration, rows: int = 0
     ) -> Content:
         """Return sums as they leave: as one masked vector, or as arrays beside the number of rows."""
-        if not self._is_masked:
-            return encode(sums, declaration, dtype), {"rows": rows} if rows else {}
+        if self._is_masked:
+            return self._sealed(request, sums, declaration)
+        arrays = encode(sums, declaration, self._job(request).learner_dtype)
+        return arrays, {"rows": rows} if rows else {}
+
+    def _sealed(self, request: Message, sums: Sums, declaration: Declaration) -> Content:
         return self._masks.seal(request, lambda n: to_fixed(pack(sums, declaration), n)), {}
 
     def _start(self, request: Message) -> Content:
         """Return sums of all columns, and without masks local centroids, for the start."""
         job, rows = self._training_rows(request)
         whole = overall_sums(rows, job.features, masked=self._is_masked)
-        arrays, facts = self._sent(request, *whole, job.learner_dtype, len(rows))
+        arrays, facts = self._sent(request, *whole, len(rows))
         if not self._is_masked:
             own = self.settings.min_rows
             arrays |= centroid_arrays(request, job, rows, own, self._least(job))
@@ -396,7 +396,7 @@ class Site:
         job, rows = self._training_rows(request)
         sums, declaration = assigned_sums(request, job, rows, self.settings.min_rows)
         sums = withhold(sums, declaration, self._least(job))
-        return self._sent(request, sums, declaration, job.learner_dtype, len(rows))
+        return self._sent(request, sums, declaration, len(rows))
 
     # ------------------------------------------------------------------ rounds
 
@@ -426,7 +426,7 @@ class Site:
         fit, seconds = float(sums["log_likelihood"]) / len(rows), time.perf_counter() - started
         declaration = method.declare_sums(job.features)
         sums = withhold(sums, declaration, self._least(job))
-        arrays, facts = self._sent(request, sums, declaration, job.learner_dtype, len(rows))
+        arrays, facts = self._sent(request, sums, declaration, len(rows))
         progress = Progress(phase, number, shared, moved)
         self._folder.keep(run, progress, since, request.whole("keep"))
         entry = {"round": float(number), "log_likelihood": fit, "seconds": seconds}
@@ -554,7 +554,7 @@ class Site:
             name: torch.tensor(value, dtype=torch.float64).clamp(-_LARGEST_SCORE, _LARGEST_SCORE)
             for name, value in values.items()
         }
-        return self._sent(request, Sums(bounded), SCORE, job.learner_dtype)
+        return self._sent(request, Sums(bounded), SCORE)
 
     # ------------------------------------------------------------------ the end
 
@@ -570,7 +570,7 @@ class Site:
             personal = method.finish(shared, personal, rows)
             model = self._model(job, dataset, method.prediction(shared, personal))
             parts = job.private_parts(shared)
-            model = replace(model, history=self._folder.history(), **parts)
+            model = replace(model, history=read_history(self._folder.run.history), **parts)
             self._folder.write_config(job, self.table.path, self.name, self.settings.embedding)
             notes = [str(note) for note in request.facts.get("notes", [])]
             if model.privacy is not None:
@@ -582,7 +582,7 @@ class Site:
             return {}, {}
         facts: dict[str, Any] = {"rows": len(rows)}
         if self.settings.share_metrics and dataset.target is None:
-            own = self._folder.metrics()["clients"].get(self.name, {})
+            own = read_json(self._folder.run.metrics)["clients"].get(self.name, {})
             own = {name: own[name] for name in ("rows", *SHARED_METRICS) if name in own}
             facts["metrics"] = {"clients": own}
         return {}, facts

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.core.gaussians import Gaussians, gaussians
+from fedgmm.core.gaussians import CovarianceType, Gaussians, gaussians
 from fedgmm.core.initialise import (
     FEWEST_ROWS_SENT,
     MOST_DIRECTIONS,
@@ -60,7 +60,7 @@ _CENTROIDS = ("centroids/points", "centroids/counts")
 
 def overall_sums(rows: LabelledRows, columns: int, *, masked: bool) -> tuple[Sums, Declaration]:
     """Return sums of all columns, with their products if there are masks."""
-    kind = "full" if masked else "diag"
+    kind: CovarianceType = "full" if masked else "diag"
     zero = torch.zeros(1, columns, dtype=torch.float64, device=rows.device)
     return sums_of_all(rows.features, zero, kind), FederatedGMM(1, kind).declare_sums(columns)
 
@@ -145,7 +145,12 @@ class RemoteRows:
     def __init__(self, training: RemoteTraining) -> None:
         self.columns, self.device = training.job.features, torch.device("cpu")
         self._training = training
-        self._names = training.starting_names()
+        members = training.members
+        known = members.record.get("names", members.run)
+        if known is None:
+            known = list(members.names)
+            members.record.keep("names", members.run, value=known)
+        self._names = tuple(known)  # after a restart, those of the first attempt
 
     def overall(self) -> Gaussians:
         """Return one diagonal Gaussian over all rows, after the first exchange."""

@@ -179,7 +179,7 @@ def test_a_lost_connection_is_a_failure_at_once(plain):
 
 
 def test_a_greeting_without_reply_does_not_delay_a_round(plain, monkeypatch):
-    monkeypatch.setattr(sites_module, "_GREETING_TIMEOUT", 0.2)
+    monkeypatch.setattr("fedgmm.federation.messages.GREETING_TIMEOUT", 0.2)
     sites, connect, _ = plain
     peer, _silent = connect().greet(), connect().greet()
     wait_for(lambda: len(sites.nodes()) == 2)
