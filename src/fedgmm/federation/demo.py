@@ -14,13 +14,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedgmm.data.examples import LABEL, NEWCOMER, SITES, write_hospitals
+from fedgmm.federation.network.certificates import trial_certificates
+from fedgmm.federation.network.keys import new_pair
 from fedgmm.runs.folder import read_json
 
 _TIMEOUT = 600.0
@@ -108,12 +109,12 @@ class FederationDemo:
     def _prepare(self) -> None:
         shutil.rmtree(self.out, ignore_errors=True)
         write_hospitals(self.out / "data")
-        self._run_command("keys", "certificate", "--host", "127.0.0.1", "--out", "certificates")
+        trial_certificates(["127.0.0.1"], self.out / "certificates")
+        (self.out / "keys").mkdir()
         for name in [*self.names, NEWCOMER]:
-            self._run_command("keys", "new", name, "--out", name)
+            _, public = new_pair(name, self.out / name)
             # a hospital sends its public key to the administrator of the server
-            (self.out / "keys").mkdir(exist_ok=True)
-            shutil.copy(self.out / name / f"{name}.pub", self.out / "keys")
+            shutil.copy(public, self.out / "keys")
         (self.out / "federation.toml").write_text(
             _SETTINGS.format(label=LABEL, rounds=self.rounds, sites=self.sites),
             encoding="utf-8",
@@ -143,21 +144,13 @@ class FederationDemo:
 
     # ------------------------------------------------------------------ processes
 
-    def _run_command(self, *arguments: str) -> None:
-        done = subprocess.run(
-            _command(arguments), cwd=self.out, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(f"{shlex.join(arguments)} failed:\n{done.stderr}")
-
     def _start(self, stack: ExitStack, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         """Start a command; the stack ends it if it is still running."""
         print("$ fedgmm", shlex.join(arguments), flush=True)
         log = stack.enter_context((self.out / f"{name}.txt").open("wb"))
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # six processes share this machine
-        process = subprocess.Popen(
-            _command(arguments), cwd=self.out, stdout=log, stderr=log, env=environment
-        )
+        command = [sys.executable, "-c", "from fedgmm.cli import main; main()", *arguments]
+        process = subprocess.Popen(command, cwd=self.out, stdout=log, stderr=log, env=environment)
         stack.callback(_end, process)
         return process
 
@@ -194,10 +187,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
-
-
-def _command(arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-c", "from fedgmm.cli import main; main()", *arguments]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

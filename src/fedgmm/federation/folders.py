@@ -223,24 +223,22 @@ class StartRecord:
         return found
 
     def keep(self, *path: str, value: Any) -> None:
-        """Write a value under its keys; ``None`` deletes it."""
+        """Write a value under its keys."""
+        *parents, last = path
         place = self._values
-        for key in path[:-1]:
+        for key in parents:
             place = place.setdefault(key, {})
-        if value is None:
-            if path[-1] not in place:
-                return
-            del place[path[-1]]
-        else:
-            place[path[-1]] = value
-        private_folder(self._path.parent)
-        write_atomically(self._path, json.dumps(self._values).encode())
+        place[last] = value
+        self._write()
 
     def restart(self, value: Mapping[str, Any]) -> None:
         """Replace everything."""
-        self._values = {}
-        for key, one in value.items():
-            self.keep(key, value=one)
+        self._values = dict(value)
+        self._write()
+
+    def _write(self) -> None:
+        private_folder(self._path.parent)
+        write_atomically(self._path, json.dumps(self._values).encode())
 
     def forget(self) -> None:
         """Delete the file."""
@@ -262,8 +260,9 @@ class StartRecord:
 
     def end_start(self, run: str) -> None:
         """Delete what only the start of a run needs."""
-        for what in ("names", "steps"):
-            self.keep(what, run, value=None)
+        found = [self._values.get(what, {}).pop(run, None) for what in ("names", "steps")]
+        if any(one is not None for one in found):
+            self._write()
 
 
 class ServerFolder(_Folder):

@@ -319,8 +319,11 @@ class _Server:
             if isinstance(reply, Failure):
                 self.notify(f"{name} has not received the model: {reply.reason}")
             elif who in requests:
-                self._note_finished(name, reply)
-                fetched = True
+                member = members.members[name]
+                member.finished = fetched = True
+                shared = reply.facts.get("metrics")
+                if member.share_metrics and isinstance(shared, dict):
+                    member.metrics = checked_metrics(shared.get("clients"))
             if who in models:
                 members.served(who)
                 if isinstance(reply, Message):
@@ -330,13 +333,6 @@ class _Server:
         if fetched:
             training.loop.save()
         return True
-
-    def _note_finished(self, name: str, reply: Message) -> None:
-        member = self.members.members[name]
-        member.finished = True
-        shared = reply.facts.get("metrics")
-        if member.share_metrics and isinstance(shared, dict):
-            member.metrics = checked_metrics(shared.get("clients"))
 
 
 # ---------------------------------------------------------------------- before the rounds
