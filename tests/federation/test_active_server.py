@@ -23,7 +23,7 @@ from fedgmm.training.options import TrainingOptions
 from hostile_server import HostileServer, LabelThief, LinearLabels
 from in_memory_sites import InMemorySites, federate
 
-pytestmark = pytest.mark.usefixtures("blank_reports", "quick_looks")
+pytestmark = pytest.mark.usefixtures("blank_reports", "no_metrics", "quick_looks")
 
 
 @pytest.fixture(scope="module")

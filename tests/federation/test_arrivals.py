@@ -16,7 +16,7 @@ from fedgmm.runs import open_run
 from in_memory_sites import InMemorySites, federate
 from small_runs import write_sites
 
-pytestmark = pytest.mark.usefixtures("blank_reports", "quick_looks")
+pytestmark = pytest.mark.usefixtures("blank_reports", "no_metrics", "quick_looks")
 
 NAMES = ("a", "b", "c", "d", "e", "f", "g")
 SIZE = {"components": 2, "learners": 2, "covariance_type": "full", "rounds": 2, "tol": "none"}

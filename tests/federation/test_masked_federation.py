@@ -30,7 +30,7 @@ from in_memory_sites import (
 )
 from small_runs import draw_rows, write_csv
 
-pytestmark = pytest.mark.usefixtures("quick_looks", "blank_reports")
+pytestmark = pytest.mark.usefixtures("quick_looks", "blank_reports", "no_metrics")
 
 DECLARED = {
     "bounds": {"age": (0, 120), "dose": (-10, 10)},
