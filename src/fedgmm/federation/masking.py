@@ -29,13 +29,11 @@ from fedgmm.files import write_atomically
 from fedgmm.privacy.fixed_point import Elements, RangeError, from_fixed
 from fedgmm.privacy.mask_server import Aggregation
 from fedgmm.privacy.masks import REGISTERED_SIGNATURE, MaskedSite, Roster, commit
-from fedgmm.privacy.noise import share_of
 from fedgmm.privacy.site_sets import (
     FEWEST_SITES,
     MaskError,
     Released,
     TooFewSitesError,
-    fewest_survivors,
 )
 
 MASK_REQUESTS = ("keys", "shares", "unmask")
@@ -148,16 +146,6 @@ class SiteMasks:
         except MaskError as error:
             raise MessageError(f"{error}.") from None
         return found
-
-
-def noise_share(sigma: float, sites: int, colluding: int) -> float:
-    """Return the deviation of one site's part of the noise in an aggregation.
-
-    A sum opens only for :func:`fewest_survivors` sites or more, so their parts reach ``sigma`` with the
-    most dropouts, even if ``colluding`` survivors reveal theirs to the server. Without any, the total has
-    up to ``√1.5`` times as much. ``sites`` are those that shared keys for the aggregation.
-    """
-    return share_of(sigma, sites, sites - fewest_survivors(sites) + colluding)
 
 
 def purpose_of(request: Message) -> str:

@@ -330,7 +330,7 @@ class Members:
             pass
 
     def greet_or_pause(self, *, agree: bool) -> None:
-        """Greet new nodes, or wait if there are none."""
+        """Greet new nodes; without any, wait."""
         if self.greetings_due():
             self.greet(agree=agree)
         else:

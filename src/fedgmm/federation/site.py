@@ -32,7 +32,7 @@ from fedgmm.data.tables.summaries import ClientSummary, look_like_names
 from fedgmm.federation.declared import DeclaredColumns, bounds_of_columns
 from fedgmm.federation.folders import RUN_ID, SiteFolder, write_shared_model
 from fedgmm.federation.job import SCORE, SHARED_METRICS, Job, shared_model
-from fedgmm.federation.masking import MASK_REQUESTS, SiteMasks, noise_share
+from fedgmm.federation.masking import MASK_REQUESTS, SiteMasks
 from fedgmm.federation.messages import (
     PROJECTION,
     PROTOCOL,
@@ -45,6 +45,7 @@ from fedgmm.federation.messages import (
     one_line,
 )
 from fedgmm.federation.policy import TRAINING_REQUESTS, LimitError, Policy
+from fedgmm.federation.private import SiteNoise, planned_release, too_large_delta
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site_table import SiteTable
 from fedgmm.federation.start import assigned_sums, cell_sums, centroid_arrays, overall_sums
@@ -57,24 +58,19 @@ from fedgmm.federation.wire import (
     pack,
     take_personal,
 )
-from fedgmm.files import sha256_of
 from fedgmm.methods.base import DENSITY, AnyMethod, DivergedError
 from fedgmm.methods.gmm import FederatedGMM, sums_of_all
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.devices import resolve_device
-from fedgmm.privacy.accounting import Release
 from fedgmm.privacy.disclosure import ImplausibleModelError, RowWeights, check_model
-from fedgmm.privacy.fixed_point import Elements, to_fixed
+from fedgmm.privacy.fixed_point import to_fixed
 from fedgmm.privacy.ledger import LedgerError
-from fedgmm.privacy.noise import SMALLEST_NOISE, noise_elements
-from fedgmm.privacy.private_method import ROUND, PrivateMixture
-from fedgmm.privacy.settings import Privacy, PrivacyError
+from fedgmm.privacy.settings import PrivacyError
 from fedgmm.runs.fitting import NOT_COVERED
 from fedgmm.runs.folder import RunError, read_history, read_json
 from fedgmm.runs.run import open_run
 from fedgmm.training.checkpoint import Phase, Progress
 from fedgmm.training.local import projected
-from fedgmm.training.private import unit_weights, vector_of
 from fedgmm.training.state_arrays import StateError
 from fedgmm.wording import counted
 
@@ -133,6 +129,7 @@ class Site:
         self._row_weights = RowWeights(settings.out / "row_weights.key", settings.blur)
         self._policy.ledger.entries()  # raises if it is damaged or an older copy
         self._masks = SiteMasks(self.name, settings, self._policy, self._folder.keep_commitment)
+        self._noise = SiteNoise(self.table, self._folder, self._policy, self._masks, notify)
 
     def reply(self, request: Message) -> Message:
         """Reply to one request, and record what leaves; called for one request at a time.
@@ -285,7 +282,7 @@ class Site:
             rows = int(self.table.summary(table, []).rows * table.split[0])
             privacy.check_units(rows, rows)
         except PrivacyError:
-            raise _too_large(privacy) from None
+            raise too_large_delta(privacy) from None
 
     def _show_plan(self, plan: Any) -> None:
         """Log what the site agrees to with its first summary."""
@@ -435,58 +432,12 @@ class Site:
         return arrays, {**facts, **metrics}
 
     def _release(self, request: Message) -> Content:
-        """Return one release of the plan, with this site's part of the noise.
-
-        The noisy vector is on the disk before the ledger counts it, and the ledger before it leaves. A
-        repeated request gets the same vector again. If more noise is needed, because fewer sites take
-        part, it is added; the sum of the first noise and more reveals less.
-        """
-        started = time.perf_counter()
+        """Return one release of the plan, with this site's part of the noise."""
         job, rows = self._training_rows(request, exact=True)
-        run, phase, place, _ = _place(request)
-        method, name, mu = planned_release(job, request)
+        run, phase, _, _ = _place(request)
         self._folder.begin(run)
         shared, _ = self._state(request, job, phase)
-        layout = method.clipped_layout(name, shared)
-
-        def noised(sites: int) -> Elements:
-            share = noise_share(layout.sensitivity / mu, sites, method.privacy.tolerated)
-            kept, charged = self._folder.release(run, place), self._policy.is_charged(request)
-            if kept is None:
-                if charged:
-                    raise MessageError(
-                        "the noise of this release was lost after the ledger counted it; this site takes "
-                        "part in the next one."
-                    )
-                persons = self.table.persons(job.table, job.preprocessing, method.privacy)
-                weights = unit_weights(method.privacy, rows.codes.cpu(), persons)
-                units = round(float(weights.sum()))
-                try:  # also of a site that joins later, and of persons, who are counted here only
-                    method.privacy.check_units(units, units)
-                except PrivacyError:
-                    raise _too_large(method.privacy) from None
-                exact = vector_of(method, name, shared, rows, weights)
-                noise = noise_elements(layout.numbers, share)
-                kept = to_fixed(exact, sites) + noise, share
-                self._folder.keep_release(run, place, *kept)
-                if name == ROUND:
-                    number = [one for one, _ in method.plan()[: place + 1]].count(ROUND)
-                    fit = method.mean_log_likelihood(shared, layout.read(exact))
-                    seconds = time.perf_counter() - started
-                    entry = {"round": float(number), "log_likelihood": fit, "seconds": seconds}
-                    self._folder.add_history(entry)
-            elif kept[1] < share * (1 - 1e-9):
-                more = max(math.sqrt(share**2 - kept[1] ** 2), SMALLEST_NOISE)
-                vector = kept[0] + noise_elements(layout.numbers, more)
-                kept = vector, math.hypot(kept[1], more)
-                self._folder.keep_release(run, place, *kept)
-            if not charged:
-                self._policy.charge(request, Release(mu), sha256_of(self.table.path))
-            return kept[0]
-
-        arrays = self._masks.seal(request, noised)
-        self.notify(f"release {place} ({name}): μ = {mu:.3g}")
-        return arrays, {}
+        return self._noise.reply(request, job, rows, shared), {}
 
     def _state(self, request: Message, job: Job, phase: Phase) -> tuple[Any, Any]:
         """Return the shared part of a request, and the personal part that belongs to it.
@@ -680,32 +631,6 @@ class Site:
         net = job.method.training.net
         quiet = resolve_device(job.options.device).type == "cpu" and net.hints.in_lanes
         return lanes_only() if quiet else nullcontext()
-
-
-def _too_large(privacy: Privacy) -> LimitError:
-    return LimitError(
-        f"the server asks for delta={privacy.delta:g}, which is not less than one over the number of this "
-        f"site's training {privacy.unit}s, and so allows to publish one of them as it is."
-    )
-
-
-def planned_release(job: Job, request: Message) -> tuple[PrivateMixture, str, float]:
-    """Return the method, and the name and ``μ`` of the release that a request asks for.
-
-    Raises ``MessageError`` unless it is the one that the plan has in this place, with as much noise.
-    """
-    method, place = job.private, request.whole("round")
-    plan = [] if method is None else method.releases()
-    if method is None or place >= len(plan):
-        raise MessageError(f"the plan of this run has no release {place}.")
-    (name, most), mu = plan[place], request.facts.get("mu")
-    if request.facts.get("release") != name:
-        raise MessageError(
-            f"release {place} of the plan is {name!r}, which the server did not name."
-        )
-    if not isinstance(mu, float) or not 0 < mu <= most * (1 + 1e-12):
-        raise MessageError(f"the server asks for release {place} with less noise than its plan.")
-    return method, name, mu
 
 
 def _place(request: Message) -> tuple[str, Phase, int, int]:
