@@ -50,7 +50,7 @@ class Honest:
                 self.rounds[name] = (request, reply)
             return reply
 
-        sites = InMemorySites(files, home)
+        sites = InMemorySites(files, home, fresh=False)
 
         def die(_, requests):
             if any(request.kind == "finish" for request in requests.values()):
