@@ -314,17 +314,7 @@ class ServerFolder(_Folder):
         from fedgmm.report.gathering import convergence, flattened
         from fedgmm.report.page import write_report
 
-        if model is not None and has_common_model(model):
-            model.save(self.run.model)
-        (self.run.clients / "weights").mkdir(parents=True, exist_ok=True)
-        write_metrics(
-            self.run,
-            algorithm=job.options.algorithm,
-            rounds=len(history),
-            splits={"test": _evaluation(figures).summary()} if figures else None,
-            clients=figures,
-            facts=facts,
-        )
+        write_results(self.run, job.options.algorithm, model, facts, len(history), figures)
         at_home = "Rows stay with the clients, so only their own reports show it."
         absent = dict.fromkeys(
             ("calibration", "densities", "weights", "projection", "adaptation"), at_home
@@ -396,15 +386,19 @@ def check_home(folder: RunFolder) -> None:
         )
 
 
-def write_shared_model(folder: RunFolder, model: FederatedModel, facts: Mapping[str, Any]) -> None:
-    """Write the model and, last of all, the metrics that mark a finished run."""
-    assert has_common_model(model)
-    model.save(folder.model)
-    (folder.clients / "weights").mkdir(parents=True, exist_ok=True)
+def write_results(
+    folder: RunFolder,
+    algorithm: str,
+    model: FederatedModel | None,
+    facts: Mapping[str, Any],
+    rounds: int = 0,
+    figures: Mapping[str, Mapping[str, float]] | None = None,
+) -> None:
+    """Write the shared model, if there is one, and, last of all, the metrics of a finished run."""
+    if model is not None and has_common_model(model):
+        model.save(folder.model)
+    folder.weights.mkdir(parents=True, exist_ok=True)
+    splits = {"test": _evaluation(figures).summary()} if figures else None
     write_metrics(
-        folder,
-        algorithm=model.algorithm,
-        rounds=len(model.history),
-        stopped=model.stopped,
-        facts=facts,
+        folder, algorithm=algorithm, rounds=rounds, splits=splits, clients=figures, facts=facts
     )

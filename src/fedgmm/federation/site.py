@@ -24,13 +24,13 @@ import torch
 from fedgmm import __version__
 from fedgmm.core.streaming import lanes_only
 from fedgmm.core.sums import Declaration, Sums, withhold
-from fedgmm.data.dataset import FederatedDataset, LabelledRows
+from fedgmm.data.dataset import LabelledRows
 from fedgmm.data.tables.columns import FileFormat
 from fedgmm.data.tables.errors import TableError
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.data.tables.summaries import ClientSummary, look_like_names
 from fedgmm.federation.declared import DeclaredColumns, bounds_of_columns
-from fedgmm.federation.folders import RUN_ID, SiteFolder, write_shared_model
+from fedgmm.federation.folders import RUN_ID, SiteFolder, write_results
 from fedgmm.federation.job import SCORE, SHARED_METRICS, Job, shared_model
 from fedgmm.federation.masking import MASK_REQUESTS, SiteMasks
 from fedgmm.federation.messages import (
@@ -60,7 +60,6 @@ from fedgmm.federation.wire import (
 )
 from fedgmm.methods.base import DENSITY, AnyMethod, DivergedError
 from fedgmm.methods.gmm import FederatedGMM, sums_of_all
-from fedgmm.model.model import FederatedModel
 from fedgmm.nets.devices import resolve_device
 from fedgmm.privacy.disclosure import ImplausibleModelError, RowWeights, check_model
 from fedgmm.privacy.fixed_point import to_fixed
@@ -467,7 +466,7 @@ class Site:
         dataset, _ = self.table.load(job.table, job.preprocessing)
         if not len(dataset.validation) or dataset.target is not None:  # numbers have no accuracy
             return {"rows": 0, "right": 0.0}
-        found = self._model(job, dataset, prediction).evaluate("validation")
+        found = job.model(prediction, [self.name], dataset=dataset).evaluate("validation")
         return {"rows": int(found.rows[0]), "right": float(found.accuracy[0] * found.rows[0])}
 
     def _score(self, request: Message) -> Content:
@@ -484,7 +483,7 @@ class Site:
             shared, personal = self._state(request, job, phase)
             with self._quietly(job):
                 own = method.finish(shared, personal, rows)
-                model = self._model(job, dataset, method.prediction(shared, own))
+                model = job.model(method.prediction(shared, own), [self.name], dataset=dataset)
                 values |= {"clients": 1.0, "rows": float(count)}
                 x = dataset.validation.inputs.cpu().numpy()
                 weights = np.ones(count)
@@ -519,9 +518,13 @@ class Site:
         shared, personal = self._state(request, job, phase)
         with self._quietly(job):
             personal = method.finish(shared, personal, rows)
-            model = self._model(job, dataset, method.prediction(shared, personal))
-            parts = job.private_parts(shared)
-            model = replace(model, history=read_history(self._folder.run.history), **parts)
+            model = job.model(
+                method.prediction(shared, personal),
+                [self.name],
+                dataset=dataset,
+                history=read_history(self._folder.run.history),
+                **job.private_parts(shared),
+            )
             self._folder.write_config(job, self.table.path, self.name, self.settings.embedding)
             notes = [str(note) for note in request.facts.get("notes", [])]
             if model.privacy is not None:
@@ -550,7 +553,8 @@ class Site:
                 f"{job.options.algorithm} has no weights that a new site could learn on its own."
             )
         self._folder.write_config(job, self.table.path, self.name, self.settings.embedding)
-        write_shared_model(self._folder.run, model, {"adapted": True, "notes": []})
+        facts = {"adapted": True, "notes": []}
+        write_results(self._folder.run, job.options.algorithm, model, facts)
         return {}, {}
 
     def _refused(self, request: Message) -> Content:
@@ -608,20 +612,6 @@ class Site:
         if exact:
             return job, rows
         return job, self._row_weights.apply(rows, digest_of(request, _WEIGHED))
-
-    def _model(self, job: Job, dataset: FederatedDataset, prediction: Any) -> FederatedModel:
-        return FederatedModel(
-            job.options.algorithm,
-            prediction,
-            [self.name],
-            dataset.classes,
-            dataset.input_shape,
-            options=job.options.record(),
-            dataset=dataset,
-            column_names=dataset.column_names,
-            target=dataset.target,
-            projection=job.projection,
-        )
 
     def _least(self, job: Job) -> int:
         return max(self.settings.min_rows, job.min_rows)
