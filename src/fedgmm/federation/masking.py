@@ -375,8 +375,7 @@ class MaskedExchange(Exchange):
         """
         masks, self.found = self.members.masks, set()
         assert masks is not None
-        if self.members.greetings_due():
-            self.members.greet(agree=False)
+        self.members.greet(agree=False)
         if len(here) < quorum:
             return False
         now = masks.take_prepared(purpose_of(self.request(here[0])), here)

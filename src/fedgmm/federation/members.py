@@ -462,10 +462,9 @@ class Exchange:
         Replies that count are kept, because the model does not change before the exchange is over.
         """
         names = [name for name in here if name not in self.found]
-        if names or self.members.greetings_due():
-            requests = {name: self.request(name) for name in names}
-            for name, reply in self.members.ask(requests, greet=False):
-                self._take(name, reply, self.note)
+        requests = {name: self.request(name) for name in names}
+        for name, reply in self.members.ask(requests, greet=False):
+            self._take(name, reply, self.note)
         return bool(names)
 
     def _take(self, name: str, reply: Reply, note: Note) -> None:

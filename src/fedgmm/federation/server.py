@@ -40,8 +40,6 @@ With secure aggregation ``hello`` asks for the name only, and replies of ``covar
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import math
 import secrets
 import time
@@ -75,7 +73,7 @@ from fedgmm.federation.job import (
 )
 from fedgmm.federation.masking import MaskedExchange, ServerMasks, check_total, read_total
 from fedgmm.federation.members import Member, Members
-from fedgmm.federation.messages import Failure, Message, Notify, Transport
+from fedgmm.federation.messages import Failure, Message, Notify, Transport, hash_of
 from fedgmm.federation.private import PrivateTraining
 from fedgmm.federation.remote import RemoteTraining
 from fedgmm.federation.settings import FederationError, FederationSettings
@@ -362,7 +360,7 @@ def _digest_of(settings: FederationSettings) -> str:
     config = settings.config
     values: list[Any] = [settings.plan(), config.options().record(), config.open_choices()]
     values += [table_record(config.table), settings.precision, settings.min_rows]
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+    return hash_of(values)
 
 
 def prepare(members: Members) -> tuple[Job, list[str]]:
@@ -591,8 +589,7 @@ def _trial_score(members: Members, job: Job, evidence: Evidence) -> float:
     the score of a finished one is in the record.
     """
     record = members.record
-    made = json.dumps([members.run, evidence, job.options.record()], sort_keys=True)
-    trial = hashlib.sha256(made.encode()).hexdigest()[:16]
+    trial = hash_of([members.run, evidence, job.options.record()])[:16]
     known = record.get("trials", trial)
     if known is not None:
         return float(known)
