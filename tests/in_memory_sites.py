@@ -116,9 +116,12 @@ def federation_settings(clients, label="state", **options):
     return FederationSettings(RunConfig((), table, options), clients, **given)
 
 
-def federate(files, home, *, sites=None, notify=None, **options):
-    """Run a federation of some files; return the transport and the lines of the log."""
-    sites = sites or InMemorySites(files, home)
+def federate(files, home, *, sites=None, fresh=False, notify=None, **options):
+    """Run a federation of some files; return the transport and the lines of the log.
+
+    Without given ``sites``, each site lives for the whole run, unless all requests meet ``fresh`` ones.
+    """
+    sites = sites or InMemorySites(files, home, fresh=fresh)
     lines = []
     run_federation(
         federation_settings(len(sites.settings), **options),

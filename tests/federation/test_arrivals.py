@@ -131,7 +131,7 @@ def numbers_of(home):
 def sorted_run(files, home, **options):
     """The numbers of a run whose replies arrive in the order of the sites."""
     home = home / "sorted"
-    federate(files, home, sites=InMemorySites(files, home, fresh=False), **options)
+    federate(files, home, **options)
     return numbers_of(home)
 
 
