@@ -253,7 +253,6 @@ class NetworkSites:
         self._here = tuple(sorted(self._lines))
         writer = asyncio.ensure_future(self._write(line, context))
         try:
-            await context.write(greeting(welcome=True))
             await self._read(line, context)
         except (asyncio.CancelledError, grpc.RpcError, grpc.aio.AioRpcError):
             pass  # the connection is lost, or another one replaces it
@@ -317,7 +316,9 @@ class NetworkSites:
         older.task.cancel()
 
     async def _write(self, line: _Line, context: Any) -> None:
+        """Welcome a site and send its requests; gRPC allows one write of a stream at a time."""
         with contextlib.suppress(grpc.RpcError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await context.write(greeting(welcome=True))
             while True:
                 await line.wake.wait()
                 line.wake.clear()
