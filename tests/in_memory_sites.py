@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from fedgmm.federation.server import run_federation
 from fedgmm.federation.settings import FederationSettings, SiteSettings
 from fedgmm.federation.site import Site, SiteError
 from fedgmm.federation.site_table import SiteTable
+from fedgmm.files import private_folder
 from fedgmm.methods.gmm import FederatedGMM
 from fedgmm.runs.config import FEDERATION, RunConfig
 
@@ -29,6 +31,8 @@ class InMemorySites:
     every request would take most of the time of these tests.
 
     Attributes:
+        locked: sites lock their folders for every request. By default they do not, because no other
+            process uses the folders of a test.
         down: names of sites that are connected but do not reply.
         gone: names of sites that are not connected.
         dead: nodes that do not reply.
@@ -37,12 +41,12 @@ class InMemorySites:
         asked: kinds of the requests of every exchange.
     """
 
-    def __init__(self, files, home, *, fresh=True, **settings):
+    def __init__(self, files, home, *, fresh=True, locked=False, **settings):
         self.home = Path(home)
         self.settings = {}
         for number, path in enumerate(files):
             self.add(path, node=f"node-{number}", **settings)
-        self.fresh = fresh
+        self.fresh, self.locked = fresh, locked
         self.sites, self.tables = {}, {}
         self.down, self.gone, self.dead = set(), set(), set()
         self.tamper = lambda name, request, reply: reply
@@ -68,7 +72,10 @@ class InMemorySites:
         if self.fresh or node not in self.sites:
             lines = self.lines.setdefault(self.name_of(node), [])
             with patch.object(SiteTable, "found", partial(self._table, node, SiteTable.found)):
-                self.sites[node] = Site(self.settings[node], notify=lines.append)
+                site = self.sites[node] = Site(self.settings[node], notify=lines.append)
+            if not self.locked:
+                private_folder(site.settings.out)
+                site._folder.run.lock = nullcontext
         return self.sites[node]
 
     def _table(self, node, found, data, *arguments):
@@ -109,9 +116,12 @@ def federation_settings(clients, label="state", **options):
     return FederationSettings(RunConfig((), table, options), clients, **given)
 
 
-def federate(files, home, *, sites=None, notify=None, **options):
-    """Run a federation of some files; return the transport and the lines of the log."""
-    sites = sites or InMemorySites(files, home)
+def federate(files, home, *, sites=None, fresh=False, notify=None, **options):
+    """Run a federation of some files; return the transport and the lines of the log.
+
+    Without given ``sites``, each site lives for the whole run, unless all requests meet ``fresh`` ones.
+    """
+    sites = sites or InMemorySites(files, home, fresh=fresh)
     lines = []
     run_federation(
         federation_settings(len(sites.settings), **options),

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from fedgmm.model.metrics import Evaluation
 from small_runs import write_sites
 
 
@@ -33,6 +34,15 @@ def files(tmp_path_factory):
 def quick_looks(monkeypatch):
     """Let the server hardly wait between two looks at the connected nodes."""
     monkeypatch.setattr("fedgmm.federation.members.POLL", 0.001)
+
+
+@pytest.fixture(scope="module")
+def no_metrics():
+    """Let sites write their models without metrics, which take longer than a round."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Evaluation, "summary", lambda _: {})
+        patch.setattr(Evaluation, "record", lambda _: {"clients": {}})
+        yield
 
 
 @pytest.fixture(scope="module")

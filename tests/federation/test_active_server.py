@@ -10,7 +10,8 @@ from sklearn.linear_model import LogisticRegression
 from fedgmm.core.gaussians import gaussians
 from fedgmm.federation.messages import Message
 from fedgmm.federation.settings import SiteSettings
-from fedgmm.federation.site import Site, SiteError, separable
+from fedgmm.federation.site import Site, SiteError
+from fedgmm.federation.start import separable
 from fedgmm.methods.base import Prediction
 from fedgmm.nets.networks import Dense, network
 from fedgmm.privacy.disclosure import ImplausibleModelError, RowWeights, check_model
@@ -22,7 +23,7 @@ from fedgmm.training.options import TrainingOptions
 from hostile_server import HostileServer, LabelThief, LinearLabels
 from in_memory_sites import InMemorySites, federate
 
-pytestmark = pytest.mark.usefixtures("blank_reports", "quick_looks")
+pytestmark = pytest.mark.usefixtures("blank_reports", "no_metrics", "quick_looks")
 
 
 @pytest.fixture(scope="module")

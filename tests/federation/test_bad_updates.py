@@ -17,7 +17,7 @@ from fedgmm.federation.wire import WireError, decode
 from fedgmm.runs import open_run
 from in_memory_sites import InMemorySites, Killed, federate, with_arrays, with_facts
 
-pytestmark = pytest.mark.usefixtures("blank_reports", "quick_looks")
+pytestmark = pytest.mark.usefixtures("blank_reports", "no_metrics", "quick_looks")
 
 KINDS = {
     "newton": {},
@@ -50,7 +50,7 @@ class Honest:
                 self.rounds[name] = (request, reply)
             return reply
 
-        sites = InMemorySites(files, home)
+        sites = InMemorySites(files, home, fresh=False)
 
         def die(_, requests):
             if any(request.kind == "finish" for request in requests.values()):

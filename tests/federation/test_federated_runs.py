@@ -36,7 +36,8 @@ def own_parts(model, name):
 
 def assert_same_model(files, home, tolerance, sites=None, **options):
     reference = fit(files, "state", home / "reference", **options).model
-    sites, lines = federate(files, home, sites=sites, **options)
+    # a site may lose its memory at any time, so every request meets a new one
+    sites, lines = federate(files, home, sites=sites, fresh=True, **options)
     for name in reference.names:
         own = open_run(home / "sites" / name).model
         wanted, found = own_parts(reference, name), own_parts(own, name)

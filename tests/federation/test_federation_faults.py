@@ -14,7 +14,7 @@ from fedgmm.runs import open_run
 from in_memory_sites import InMemorySites, Killed, federate, federation_settings
 from small_runs import draw_rows, write_csv
 
-pytestmark = pytest.mark.usefixtures("blank_reports", "quick_looks")
+pytestmark = pytest.mark.usefixtures("blank_reports", "no_metrics", "quick_looks")
 
 SIZE = {"components": 2, "learners": 2, "covariance_type": "full", "dtype": "float64"}
 

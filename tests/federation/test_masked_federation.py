@@ -30,7 +30,7 @@ from in_memory_sites import (
 )
 from small_runs import draw_rows, write_csv
 
-pytestmark = pytest.mark.usefixtures("quick_looks", "blank_reports")
+pytestmark = pytest.mark.usefixtures("quick_looks", "blank_reports", "no_metrics")
 
 DECLARED = {
     "bounds": {"age": (0, 120), "dose": (-10, 10)},
@@ -75,7 +75,8 @@ def masked(files, home, **options):
 
 def broadcast(training):
     return {
-        n: v.double().numpy() for n, v in training.job.method.broadcast(training.shared).items()
+        n: v.double().numpy()
+        for n, v in training.job.method.broadcast(training.loop.outcome[0]).items()
     }
 
 

@@ -49,7 +49,7 @@ arrays = st.dictionaries(
 def test_plain_messages_pass_and_know_their_size(arrays, facts):
     message = Message("reply", arrays, facts)
     check_message(message, limit_bytes=LIMIT)
-    text = message.facts_text()
+    text = message.facts_text
     assert message.size == len(text.encode()) + sum(array.nbytes for array in arrays.values())
     assert read_facts(text) == json.loads(json.dumps(facts))
     with pytest.raises(MessageError, match="at most"):
@@ -58,7 +58,7 @@ def test_plain_messages_pass_and_know_their_size(arrays, facts):
 
 @given(value=st.floats(allow_nan=False, allow_infinity=False))
 def test_floats_keep_every_bit(value):
-    found = read_facts(Message("reply", {}, {"x": value}).facts_text())["x"]
+    found = read_facts(Message("reply", {}, {"x": value}).facts_text)["x"]
     assert math.copysign(1, found) == math.copysign(1, value)
     assert found == value
 

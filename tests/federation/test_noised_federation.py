@@ -10,11 +10,10 @@ from scipy.stats import kstest
 
 from fedgmm import fit, load, train
 from fedgmm.data.tables.loading import read_tables
-from fedgmm.federation import private, site
-from fedgmm.federation.masking import noise_share
+from fedgmm.federation import private
 from fedgmm.federation.messages import Message
 from fedgmm.federation.policy import Policy
-from fedgmm.federation.private import PrivateTraining
+from fedgmm.federation.private import PrivateTraining, noise_share
 from fedgmm.federation.server import FederationError, check_start
 from fedgmm.federation.site import Site, SiteError
 from fedgmm.federation.wire import decode
@@ -226,7 +225,9 @@ def test_without_noise_it_is_the_run_of_one_process(
         return whole(training, number, info)
 
     monkeypatch.setattr(PrivateTraining, "accepted", accepted)
-    monkeypatch.setattr(site, "noise_elements", lambda count, *_: np.zeros(count, dtype=np.uint64))
+    monkeypatch.setattr(
+        private, "noise_elements", lambda count, *_: np.zeros(count, dtype=np.uint64)
+    )
     monkeypatch.setattr(private, "noise_share", lambda sigma, sites, _: sigma / np.sqrt(sites))
     monkeypatch.setattr(in_process, "noisy", lambda total, *_: total)
     budget = replace(BUDGET, unit=unit, person="patient", delta=1e-3)
@@ -377,7 +378,7 @@ def histogram_noise(six_files, tmp_path, monkeypatch):
 
     def draw(dropped):
         exact, found = [], {}
-        vector_of, whole = site.vector_of, PrivateTraining.release
+        vector_of, whole = private.vector_of, PrivateTraining.release
 
         def record(method, name, *rest):
             vector = vector_of(method, name, *rest)
@@ -395,7 +396,7 @@ def histogram_noise(six_files, tmp_path, monkeypatch):
                 found["sites"] = len(self._last.found)
             return noisy
 
-        monkeypatch.setattr(site, "vector_of", record)
+        monkeypatch.setattr(private, "vector_of", record)
         monkeypatch.setattr(PrivateTraining, "release", release)
         sites = usual_sites(six_files, tmp_path)
 
@@ -424,7 +425,7 @@ def test_the_total_has_the_declared_noise(histogram_noise, dropped, excess):
 
 
 def test_parts_that_count_on_every_site_are_caught(histogram_noise, monkeypatch):
-    monkeypatch.setattr(site, "noise_share", lambda sigma, sites, _: sigma / np.sqrt(sites))
+    monkeypatch.setattr(private, "noise_share", lambda sigma, sites, _: sigma / np.sqrt(sites))
     found = histogram_noise(2)
     assert found["noise"].std() < 0.9 * found["sigma"]
 
@@ -477,13 +478,13 @@ def test_a_kill_never_counts_too_little_and_draws_no_noise_twice(
     six_files, tmp_path, monkeypatch, kill
 ):
     """All processes are killed, and start again."""
-    drawn, whole = [], site.noise_elements
+    drawn, whole = [], private.noise_elements
 
     def noise_elements(*arguments):
         drawn.append(arguments)
         return whole(*arguments)
 
-    monkeypatch.setattr(site, "noise_elements", noise_elements)
+    monkeypatch.setattr(private, "noise_elements", noise_elements)
     sites, budget = usual_sites(six_files[:4], tmp_path), replace(BUDGET, rounds=1)
     kill(monkeypatch, sites)
     with pytest.raises(Killed):

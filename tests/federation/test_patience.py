@@ -16,7 +16,7 @@ from fedgmm.training.local import train
 from in_memory_sites import InMemorySites, Killed, federate, federation_settings, with_arrays
 from small_runs import draw_rows, write_csv
 
-pytestmark = pytest.mark.usefixtures("blank_reports", "quick_looks")
+pytestmark = pytest.mark.usefixtures("blank_reports", "no_metrics", "quick_looks")
 
 NAMES = ("bergen", "oslo", "tromso")
 OPTIONS = {

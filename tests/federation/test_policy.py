@@ -28,7 +28,7 @@ from fedgmm.training.selection import MOST_TRIALS
 from in_memory_sites import InMemorySites, federate, federation_settings
 from small_runs import works
 
-pytestmark = pytest.mark.usefixtures("blank_reports", "quick_looks")
+pytestmark = pytest.mark.usefixtures("blank_reports", "no_metrics", "quick_looks")
 
 SIZE = {"components": 2, "learners": 2, "covariance_type": "full", "rounds": 3}
 

@@ -139,11 +139,11 @@ def test_no_row_leaves_a_site(finished, files):
         for array in reply.arrays.values():
             assert rows not in array.shape
             assert array.size < 400
-        assert str(files[0].parent) not in reply.facts_text()
+        assert str(files[0].parent) not in reply.facts_text
         path = next(path for path in files if path.stem == name)
         # the summary holds names of columns and of categories, but no value of a measurement
         values = {row.split(",")[1] for row in path.read_text().splitlines()[1:]} - {""}
-        assert not any(f'"{value}"' in reply.facts_text() for value in values), request.kind
+        assert not any(f'"{value}"' in reply.facts_text for value in values), request.kind
 
 
 @pytest.mark.parametrize("command", ["evaluate", "report", "resume"])

@@ -11,7 +11,7 @@ from fedgmm.federation.remote import check_score
 from fedgmm.federation.site import SiteError
 from in_memory_sites import InMemorySites, federate
 
-pytestmark = pytest.mark.usefixtures("blank_reports", "quick_looks")
+pytestmark = pytest.mark.usefixtures("blank_reports", "no_metrics", "quick_looks")
 
 SIZE = {"components": 2, "learners": 2, "covariance_type": "full", "rounds": 2, "patience": 2}
 

@@ -18,7 +18,7 @@ from fedgmm.privacy.settings import Privacy
 from fedgmm.runs import fit, open_run
 from in_memory_sites import InMemorySites, Killed, federate, with_arrays
 
-pytestmark = pytest.mark.usefixtures("blank_reports", "quick_looks")
+pytestmark = pytest.mark.usefixtures("blank_reports", "no_metrics", "quick_looks")
 
 COLUMNS, COMPONENTS = 8, 3
 SIZE = {

@@ -14,13 +14,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedgmm.data.examples import LABEL, NEWCOMER, SITES, write_hospitals
+from fedgmm.federation.network.certificates import trial_certificates
+from fedgmm.federation.network.keys import new_pair
 from fedgmm.runs.folder import read_json
 
 _TIMEOUT = 600.0
@@ -92,15 +93,12 @@ class FederationDemo:
         self.seconds["files, certificate and keys made"] = time.perf_counter() - started
         port = free_port()
         with ExitStack() as stack:
-            server = self._start(stack, "server", *self._server_arguments(port))
-            clients = {
-                name: self._start(stack, name, *self._client_arguments(name, port))
-                for name in self.names
-            }
-            self._watch(server)
-            for name, process in {"server": server, **clients}.items():
-                if process.wait(60):
-                    raise RuntimeError(f"{name} failed:\n{self._log(name)}")
+            processes = {"server": self._start(stack, "server", *self._server_arguments(port))}
+            for name in self.names:
+                processes[name] = self._start(stack, name, *self._client_arguments(name, port))
+            self._watch(processes["server"])
+            for name, process in processes.items():
+                self._wait_for(name, process, 60)
         self._join_later(port)
         found = {name: read_json(self.out / name / "metrics.json") for name in self.names}
         self.seconds["in all"] = time.perf_counter() - started
@@ -111,12 +109,12 @@ class FederationDemo:
     def _prepare(self) -> None:
         shutil.rmtree(self.out, ignore_errors=True)
         write_hospitals(self.out / "data")
-        self._run_command("keys", "certificate", "--host", "127.0.0.1", "--out", "certificates")
+        trial_certificates(["127.0.0.1"], self.out / "certificates")
+        (self.out / "keys").mkdir()
         for name in [*self.names, NEWCOMER]:
-            self._run_command("keys", "new", name, "--out", name)
+            _, public = new_pair(name, self.out / name)
             # a hospital sends its public key to the administrator of the server
-            (self.out / "keys").mkdir(exist_ok=True)
-            shutil.copy(self.out / name / f"{name}.pub", self.out / "keys")
+            shutil.copy(public, self.out / "keys")
         (self.out / "federation.toml").write_text(
             _SETTINGS.format(label=LABEL, rounds=self.rounds, sites=self.sites),
             encoding="utf-8",
@@ -141,52 +139,43 @@ class FederationDemo:
         with ExitStack() as stack:
             self._start(stack, "server_again", *self._server_arguments(port))
             arguments = [*self._client_arguments(NEWCOMER, port), "--adapt-only"]
-            newcomer = self._start(stack, NEWCOMER, *arguments)
-            if newcomer.wait(_TIMEOUT):
-                raise RuntimeError(f"{NEWCOMER} failed:\n{self._log(NEWCOMER)}")
+            self._wait_for(NEWCOMER, self._start(stack, NEWCOMER, *arguments), _TIMEOUT)
         self.seconds[f"{NEWCOMER} joined the finished federation"] = time.perf_counter() - started
 
     # ------------------------------------------------------------------ processes
-
-    def _run_command(self, *arguments: str) -> None:
-        done = subprocess.run(
-            _command(arguments), cwd=self.out, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(f"{shlex.join(arguments)} failed:\n{done.stderr}")
 
     def _start(self, stack: ExitStack, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         """Start a command; the stack ends it if it is still running."""
         print("$ fedgmm", shlex.join(arguments), flush=True)
         log = stack.enter_context((self.out / f"{name}.txt").open("wb"))
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # six processes share this machine
-        process = subprocess.Popen(
-            _command(arguments), cwd=self.out, stdout=log, stderr=log, env=environment
-        )
+        command = [sys.executable, "-c", "from fedgmm.cli import main; main()", *arguments]
+        process = subprocess.Popen(command, cwd=self.out, stdout=log, stderr=log, env=environment)
         stack.callback(_end, process)
         return process
 
     def _watch(self, server: subprocess.Popen[bytes]) -> None:
         """Print the server's log, and measure its phases."""
-        shown, since = 0, time.perf_counter()
+        since = time.perf_counter()
         deadline = time.monotonic() + _TIMEOUT
-        while True:
-            ended = server.poll() is not None
-            text = self._log("server")
-            for line in text[shown : text.rfind("\n") + 1].splitlines():
-                print("  ", line, flush=True)
-                for mark, phase in _PHASES.items():
-                    if mark in line and phase not in self.seconds:
-                        now = time.perf_counter()
-                        self.seconds[phase], since = now - since, now
-            shown = text.rfind("\n") + 1
-            if ended:
-                return
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"The federation does not end within {_TIMEOUT:g} s; see {self.out}/*.txt."
-                )
-            time.sleep(0.1)
+        with (self.out / "server.txt").open(encoding="utf-8", errors="replace") as log:
+            while (ended := server.poll() is not None) or time.monotonic() < deadline:
+                for line in log:
+                    print("  ", line, end="", flush=True)
+                    for mark, phase in _PHASES.items():
+                        if mark in line and phase not in self.seconds:
+                            now = time.perf_counter()
+                            self.seconds[phase], since = now - since, now
+                if ended:
+                    return
+                time.sleep(0.1)
+        raise RuntimeError(
+            f"The federation does not end within {_TIMEOUT:g} s; see {self.out}/*.txt."
+        )
+
+    def _wait_for(self, name: str, process: subprocess.Popen[bytes], seconds: float) -> None:
+        if process.wait(seconds):
+            raise RuntimeError(f"{name} failed:\n{self._log(name)}")
 
     def _log(self, name: str) -> str:
         return (self.out / f"{name}.txt").read_text(encoding="utf-8", errors="replace")
@@ -198,10 +187,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
-
-
-def _command(arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-c", "from fedgmm.cli import main; main()", *arguments]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

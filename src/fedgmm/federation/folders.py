@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,6 @@ from fedgmm.runs.folder import (
     RunFolder,
     fingerprints,
     read_history,
-    read_json,
     write_history,
     write_json,
     write_metrics,
@@ -177,10 +177,6 @@ class SiteFolder(_Folder):
         before = [e for e in read_history(self.run.history) if e["round"] < entry["round"]]
         write_history(self.run.history, [*before, entry])
 
-    def history(self) -> list[dict[str, float]]:
-        """Return the entries of the rounds that the site replied to."""
-        return read_history(self.run.history)
-
     # ------------------------------------------------------------------ the run folder
 
     def write_config(
@@ -199,10 +195,6 @@ class SiteFolder(_Folder):
         facts: dict[str, Any] = {"selection": None, "notes": [*tables.notes, *notes], "seconds": {}}
         finish_run(self.run, model, model.dataset, tables, facts)
 
-    def metrics(self) -> dict[str, Any]:
-        """Return ``metrics.json``."""
-        return dict(read_json(self.run.metrics))
-
 
 class StartRecord:
     """Requests and totals before the first checkpoint, so that a restarted server asks the same.
@@ -213,50 +205,44 @@ class StartRecord:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._known: dict[str, Any] | None = None
 
+    @cached_property
     def _values(self) -> dict[str, Any]:
-        if self._known is None:
-            self._known = {}
-            if self._path.is_file():
-                try:
-                    self._known = dict(json.loads(self._path.read_text()))
-                except (ValueError, TypeError):
-                    raise FederationError(
-                        f"{self._path} is damaged; choose another folder to start again."
-                    ) from None
-        return self._known
+        try:
+            return dict(json.loads(self._path.read_text())) if self._path.is_file() else {}
+        except (ValueError, TypeError):
+            raise FederationError(
+                f"{self._path} is damaged; choose another folder to start again."
+            ) from None
 
     def get(self, *path: str) -> Any:
         """Return a value by its keys; ``None`` if it is missing."""
-        found: Any = self._values()
+        found: Any = self._values
         for key in path:
             found = found.get(key) if isinstance(found, Mapping) else None
         return found
 
     def keep(self, *path: str, value: Any) -> None:
-        """Write a value under its keys; ``None`` deletes it."""
-        place = self._values()
-        for key in path[:-1]:
+        """Write a value under its keys."""
+        *parents, last = path
+        place = self._values
+        for key in parents:
             place = place.setdefault(key, {})
-        if value is None:
-            if path[-1] not in place:
-                return
-            del place[path[-1]]
-        else:
-            place[path[-1]] = value
-        private_folder(self._path.parent)
-        write_atomically(self._path, json.dumps(self._values()).encode())
+        place[last] = value
+        self._write()
 
     def restart(self, value: Mapping[str, Any]) -> None:
         """Replace everything."""
-        self._known = {}
-        for key, one in value.items():
-            self.keep(key, value=one)
+        self._values = dict(value)
+        self._write()
+
+    def _write(self) -> None:
+        private_folder(self._path.parent)
+        write_atomically(self._path, json.dumps(self._values).encode())
 
     def forget(self) -> None:
         """Delete the file."""
-        self._known = {}
+        self._values = {}
         self._path.unlink(missing_ok=True)
 
     def recalled(self, run: str, what: str, compute: Callable[[], Arrays]) -> Arrays:
@@ -274,8 +260,9 @@ class StartRecord:
 
     def end_start(self, run: str) -> None:
         """Delete what only the start of a run needs."""
-        for what in ("names", "steps"):
-            self.keep(what, run, value=None)
+        found = [self._values.get(what, {}).pop(run, None) for what in ("names", "steps")]
+        if any(one is not None for one in found):
+            self._write()
 
 
 class ServerFolder(_Folder):
@@ -307,10 +294,6 @@ class ServerFolder(_Folder):
         write_history(self.run.history, history)
         save_progress(self.run.checkpoint, progress)
 
-    def history(self, last: int) -> list[dict[str, Any]]:
-        """Return the entries of rounds up to ``last``."""
-        return [dict(e) for e in read_history(self.run.history) if e["round"] <= last]
-
     # ------------------------------------------------------------------ the end
 
     def finish(
@@ -331,17 +314,7 @@ class ServerFolder(_Folder):
         from fedgmm.report.gathering import convergence, flattened
         from fedgmm.report.page import write_report
 
-        if model is not None and has_common_model(model):
-            model.save(self.run.model)
-        (self.run.clients / "weights").mkdir(parents=True, exist_ok=True)
-        write_metrics(
-            self.run,
-            algorithm=job.options.algorithm,
-            rounds=len(history),
-            splits={"test": _evaluation(figures).summary()} if figures else None,
-            clients=figures,
-            facts=facts,
-        )
+        write_results(self.run, job.options.algorithm, model, facts, len(history), figures)
         at_home = "Rows stay with the clients, so only their own reports show it."
         absent = dict.fromkeys(
             ("calibration", "densities", "weights", "projection", "adaptation"), at_home
@@ -349,17 +322,9 @@ class ServerFolder(_Folder):
         if not figures:
             absent["accuracy"] = "No client shared the metrics of its test rows."
         names = tuple(sorted(clients))
+        rows = np.array([clients[name] for name in names], dtype=np.int64)
         scores = np.array(
-            [
-                [figures.get(name, {}).get(figure, np.nan) for name in names]
-                for figure in SHARED_METRICS
-            ]
-        )
-        table = ClientTable(
-            names,
-            np.array([clients[name] for name in names], dtype=np.int64),
-            np.array([clients[name] for name in names], dtype=np.int64),
-            *scores,
+            [[figures.get(n, {}).get(one, np.nan) for n in names] for one in SHARED_METRICS]
         )
         gaussians = None if model is None else model.prediction.gaussians
         contents = ReportContents(
@@ -368,7 +333,7 @@ class ServerFolder(_Folder):
             classes=len(job.preprocessing.labels.classes),
             components=0 if gaussians is None else len(gaussians.means),
             learners=1 if model is None else model.n_learners,
-            clients=table,
+            clients=ClientTable(names, rows, rows, *scores),
             convergence=convergence([numbers_of(entry) for entry in history], absent),
             configuration=flattened(read_config(self.run.config)),
             environment=flattened(environment()),
@@ -421,15 +386,19 @@ def check_home(folder: RunFolder) -> None:
         )
 
 
-def write_shared_model(folder: RunFolder, model: FederatedModel, facts: Mapping[str, Any]) -> None:
-    """Write the model and, last of all, the metrics that mark a finished run."""
-    assert has_common_model(model)
-    model.save(folder.model)
-    (folder.clients / "weights").mkdir(parents=True, exist_ok=True)
+def write_results(
+    folder: RunFolder,
+    algorithm: str,
+    model: FederatedModel | None,
+    facts: Mapping[str, Any],
+    rounds: int = 0,
+    figures: Mapping[str, Mapping[str, float]] | None = None,
+) -> None:
+    """Write the shared model, if there is one, and, last of all, the metrics of a finished run."""
+    if model is not None and has_common_model(model):
+        model.save(folder.model)
+    folder.weights.mkdir(parents=True, exist_ok=True)
+    splits = {"test": _evaluation(figures).summary()} if figures else None
     write_metrics(
-        folder,
-        algorithm=model.algorithm,
-        rounds=len(model.history),
-        stopped=model.stopped,
-        facts=facts,
+        folder, algorithm=algorithm, rounds=rounds, splits=splits, clients=figures, facts=facts
     )

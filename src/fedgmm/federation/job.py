@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -142,6 +142,22 @@ class Job:
             **({} if self.privacy is None else {"privacy": self.privacy.record()}),
         }
 
+    def model(self, prediction: Any, names: Iterable[str], **parts: Any) -> FederatedModel:
+        """Return a model for clients with some names; ``parts`` are further fields of it."""
+        labels = self.preprocessing.labels
+        return FederatedModel(
+            self.options.algorithm,
+            prediction,
+            list(names),
+            labels.array,
+            (self.columns,),
+            options=self.options.record(),
+            column_names=self.preprocessing.feature_names,
+            target=labels.target,
+            projection=self.projection,
+            **parts,
+        )
+
     def private_parts(self, shared: Any) -> dict[str, Any]:
         """Return what a model of noised sums has beside its parameters; nothing without noise."""
         if self.private is None or self.privacy is None:
@@ -179,8 +195,8 @@ class Job:
         """Return the job with the principal components among some arrays, if its options have ``pca``.
 
         Raises:
-            MessageError: components that are missing, not finite, not orthonormal, which could stretch the
-                distance between single rows, or others than ``digest`` says.
+            MessageError: components that are missing, not finite, or not orthonormal, which could stretch
+                the distance between single rows.
         """
         k, found = self.options.pca, {n: arrays.get(PROJECTION + n) for n in _PROJECTION}
         if k is None:
@@ -316,17 +332,6 @@ def shared_model(
         personal = {k: v[:0] for k, v in one.items()} if isinstance(one, dict) else one[:0]
     else:
         personal = torch.arange(len(names))
-    return FederatedModel(
-        job.options.algorithm,
-        method.prediction(shared, personal),
-        list(names),
-        job.preprocessing.labels.array,
-        (job.columns,),
-        options=job.options.record(),
-        history=[dict(entry) for entry in history],
-        stopped=stopped,
-        column_names=job.preprocessing.feature_names,
-        target=job.preprocessing.labels.target,
-        projection=job.projection,
-        **job.private_parts(shared),
-    )
+    parts = {"history": [dict(entry) for entry in history], "stopped": stopped}
+    prediction = method.prediction(shared, personal)
+    return job.model(prediction, names, **parts, **job.private_parts(shared))

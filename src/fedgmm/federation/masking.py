@@ -29,13 +29,11 @@ from fedgmm.files import write_atomically
 from fedgmm.privacy.fixed_point import Elements, RangeError, from_fixed
 from fedgmm.privacy.mask_server import Aggregation
 from fedgmm.privacy.masks import REGISTERED_SIGNATURE, MaskedSite, Roster, commit
-from fedgmm.privacy.noise import share_of
 from fedgmm.privacy.site_sets import (
     FEWEST_SITES,
     MaskError,
     Released,
     TooFewSitesError,
-    fewest_survivors,
 )
 
 MASK_REQUESTS = ("keys", "shares", "unmask")
@@ -46,6 +44,7 @@ PREFIX = "mask/"
 
 _FEWEST_ROWS = 1e-3  # a component with fewer expected rows in all is rounding of fixed point
 _ROUNDING = 1e-6  # relative error of a total, from fixed point
+_OPENED, _COMMITMENTS = "opened.json", "commitments.jsonl"  # in the server's folder
 _MOST_RUNS = 2  # runs whose secrets a site keeps: the present one and a trial
 
 
@@ -104,13 +103,12 @@ class SiteMasks:
                 names = request.facts.get("names")
                 if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
                     raise MaskError("the list of sites is missing")
-                site.join(Roster(tuple(names), _array(request, "identities")))
-                lists = _array(request, "participants"), _array(request, "adverts")
+                site.join(Roster(tuple(names), *_arrays(request, "identities")))
+                lists = _arrays(request, "participants", "adverts")
                 return _named(bundles=site.share(number, *lists))
-            lists = _array(request, "survivors"), _array(request, "signatures")
-            found = _named(**site.unmask(number, *lists))
+            found = _named(**site.unmask(number, *_arrays(request, "survivors", "signatures")))
             if later is not None:
-                lists = _array(request, "participants"), _array(request, "adverts")
+                lists = _arrays(request, "participants", "adverts")
                 found |= _named(bundles=site.share(later, *lists))
             self._policy.keep_released(site.run, site.released)
             return found
@@ -124,18 +122,18 @@ class SiteMasks:
         ``MessageError`` if the site must not reply, ``WireError`` for a number beyond fixed point.
         """
         number, later = _numbers(request)
-        senders = _array(request, "senders")
+        purpose = purpose_of(request)
+        senders, bundles = _arrays(request, "senders", "bundles")
         try:
             site = self._of(request)
             vector = vector_for(site.participants(number))
-            masked, signature = site.mask(
-                number, purpose_of(request), senders, _array(request, "bundles"), vector
-            )
+            masked, signature = site.mask(number, purpose, senders, bundles, vector)
             secret, commitment = commit(vector)
-            self._keep(purpose_of(request), secret, vector)
+            self._keep(purpose, secret, vector)
             signed = bytes(REGISTERED_SIGNATURE)
             if self._sign is not None:
-                signed = self._sign(commitment_text(request, commitment))
+                what = f"fedgmm commitment {site.run} {purpose} "
+                signed = self._sign(what.encode() + commitment)
             found = _named(
                 vector=masked,
                 signature=signature,
@@ -150,16 +148,6 @@ class SiteMasks:
         return found
 
 
-def noise_share(sigma: float, sites: int, colluding: int) -> float:
-    """Return the deviation of one site's part of the noise in an aggregation.
-
-    A sum opens only for :func:`fewest_survivors` sites or more, so their parts reach ``sigma`` with the
-    most dropouts, even if ``colluding`` survivors reveal theirs to the server. Without any, the total has
-    up to ``√1.5`` times as much. ``sites`` are those that shared keys for the aggregation.
-    """
-    return share_of(sigma, sites, sites - fewest_survivors(sites) + colluding)
-
-
 def purpose_of(request: Message) -> str:
     """Return the name of the sum that a request is about, which its site opens for one set of sites.
 
@@ -168,12 +156,6 @@ def purpose_of(request: Message) -> str:
     names = ("phase", "round") if request.kind in ("round", "score") else ("round",)
     place = [request.kind, *(str(request.facts.get(name, "")) for name in names)]
     return " ".join(one for one in place if one)
-
-
-def commitment_text(request: Message, commitment: bytes) -> bytes:
-    """Return the text that a site signs with its registered key."""
-    run = str(request.facts.get("run"))
-    return b"fedgmm commitment " + f"{run} {purpose_of(request)} ".encode() + commitment
 
 
 def _numbers(request: Message) -> tuple[int, int | None]:
@@ -187,11 +169,12 @@ def _numbers(request: Message) -> tuple[int, int | None]:
     return number, later
 
 
-def _array(request: Message, name: str) -> NDArray[Any]:
-    found = request.arrays.get(PREFIX + name)
-    if found is None:
-        raise MessageError(f"the request lacks {name} of secure aggregation.")
-    return found
+def _arrays(request: Message, *names: str) -> list[NDArray[Any]]:
+    """Return arrays of the protocol in a request, or raise ``MessageError``."""
+    for name in names:
+        if PREFIX + name not in request.arrays:
+            raise MessageError(f"the request lacks {name} of secure aggregation.")
+    return [request.arrays[PREFIX + name] for name in names]
 
 
 def _named(**arrays: NDArray[Any]) -> Arrays:
@@ -208,32 +191,23 @@ class ServerMasks:
     Attributes:
         min_change: fewest sites in which two opened sums may differ.
         released: sums that were opened, or that sites were asked to open.
-        log: file of the sites' commitments.
+        home: folder with the sites' commitments and the opened sums.
     """
 
     members: Members
-    min_change: int = 2
+    min_change: int
+    home: Path
     released: Released = field(default_factory=Released)
-    log: Path | None = None
     _run: str = ""
     _number: int = 0
     _prepared: Aggregation | None = None
 
-    @property
-    def _file(self) -> Path | None:
-        return None if self.log is None else self.log.with_name("opened.json")
-
-    def _remember(self) -> None:
-        """Write the opened sums to the disk, because the sites remember them, too."""
-        if self._file is not None:
-            record = {"run": self._run, **asdict(self.released)}
-            write_atomically(self._file, json.dumps(record, indent=1).encode())
-
     def _recalled(self) -> Released:
         """Return the opened sums of the present run, with the sets of sites of all runs."""
-        if self._file is None or not self._file.is_file():
+        path = self.home / _OPENED
+        if not path.is_file():
             return Released(sets=self.released.sets)
-        record = json.loads(self._file.read_bytes())
+        record = json.loads(path.read_bytes())
         return Released(record["purposes"] if record["run"] == self._run else {}, record["sets"])
 
     def keep(self, purpose: str, name: str, reply: Message) -> None:
@@ -242,12 +216,11 @@ class ServerMasks:
         size = 32 + REGISTERED_SIGNATURE
         if found is None or found.dtype != np.uint8 or found.shape != (size,):
             raise WireError("its commitment is missing")
-        if self.log is not None:
-            data = found.tobytes()
-            entry = {"run": self.members.run, "purpose": purpose, "site": name}
-            entry |= {"commitment": data[:32].hex(), "signature": data[32:].hex()}
-            with self.log.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
+        data = found.tobytes()
+        entry = {"run": self.members.run, "purpose": purpose, "site": name}
+        entry |= {"commitment": data[:32].hex(), "signature": data[32:].hex()}
+        with (self.home / _COMMITMENTS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
 
     def take_prepared(self, purpose: str, names: Iterable[str]) -> Aggregation | None:
         """Return the aggregation for a purpose with these sites, if they may be added up.
@@ -343,7 +316,9 @@ class ServerMasks:
         """Ask the survivors to open a sum, with the keys of the next one; or raise ``MaskError``."""
         names = now.roster.names
         self.released.add(now.purpose, [names[u] for u in now.survivors])
-        self._remember()
+        # on the disk, because the sites remember it, too
+        record = {"run": self._run, **asdict(self.released)}
+        write_atomically(self.home / _OPENED, json.dumps(record).encode())
         following: Aggregation | None = None
         if len(adverts) >= FEWEST_SITES:
             keep = max(1, self.min_change - 1)
@@ -400,8 +375,7 @@ class MaskedExchange(Exchange):
         """
         masks, self.found = self.members.masks, set()
         assert masks is not None
-        if self.members.greetings_due():
-            self.members.greet(agree=False)
+        self.members.greet(agree=False)
         if len(here) < quorum:
             return False
         now = masks.take_prepared(purpose_of(self.request(here[0])), here)

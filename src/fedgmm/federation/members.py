@@ -21,6 +21,7 @@ from fedgmm.federation.messages import (
     Failure,
     Message,
     MessageError,
+    Notify,
     Reply,
     Transport,
     check_message,
@@ -34,8 +35,6 @@ from fedgmm.wording import counted
 if TYPE_CHECKING:
     from fedgmm.federation.folders import StartRecord
     from fedgmm.federation.masking import ServerMasks
-
-Notify = Callable[[str], None]
 
 _NO_REPLY = Failure("there was no reply")
 _LONGEST_NAME = 200
@@ -228,12 +227,6 @@ class Members:
             }
         return Message("hello", {}, facts)
 
-    @property
-    def ready(self) -> list[str]:
-        """Sorted names of the members that can take part in the agreement on columns."""
-        masked = self.settings.is_masked
-        return [n for n, m in sorted(self.members.items()) if masked or m.summary is not None]
-
     def facts(self, **facts: Any) -> dict[str, Any]:
         """Return facts of a request, with those that every request has."""
         return {"protocol": PROTOCOL, "run": self.run, **facts}
@@ -318,10 +311,7 @@ class Members:
         deadline = time.monotonic() + self.settings.round_timeout
         while (missing := self.missing(self.names)) and time.monotonic() < deadline:
             self.remind(f"waiting for {', '.join(missing)} to come back")
-            if self.greetings_due():
-                self.greet(agree=False)
-            else:
-                self.pause()
+            self.greet_or_pause(agree=False)
 
     def pause(self) -> None:
         """Wait until the next look at the connected nodes."""
@@ -338,6 +328,13 @@ class Members:
         """Greet new nodes and wait for their replies."""
         for _ in self.ask({}, greet=agree):
             pass
+
+    def greet_or_pause(self, *, agree: bool) -> None:
+        """Greet new nodes; without any, wait."""
+        if self.greetings_due():
+            self.greet(agree=agree)
+        else:
+            self.pause()
 
     # ------------------------------------------------------------------ newcomers
 
@@ -424,7 +421,6 @@ class Exchange:
     request: Callable[[str], Message]
     note: Note = lambda member, reply: None
     chosen: Callable[[tuple[str, ...]], tuple[str, ...]] = lambda names: names
-    poll: float = field(default_factory=lambda: POLL)
     fewest: ClassVar[int] = 1  # sites whose replies may count together
     may_refuse: bool = False
     found: set[str] = field(default_factory=set)
@@ -439,7 +435,7 @@ class Exchange:
         Returns:
             ``None``, or the reason why there can never be enough: all are here, but training diverged.
         """
-        members, pause = self.members, self.poll
+        members, pause = self.members, POLL
         while True:
             chosen = self.chosen(members.names)
             quorum = max(self.fewest, min(members.settings.quorum, len(chosen)))
@@ -455,7 +451,7 @@ class Exchange:
             found = f"{self.what}: {len(self.found)} of at least {least} replied"
             members.remind(f"{found}; waiting for {missing or 'clients'}")
             time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE) if asked else self.poll
+            pause = min(2 * pause, LONGEST_PAUSE) if asked else POLL
 
     def _is_done(self, quorum: int) -> bool:
         return len(self.found) >= quorum
@@ -466,10 +462,9 @@ class Exchange:
         Replies that count are kept, because the model does not change before the exchange is over.
         """
         names = [name for name in here if name not in self.found]
-        if names or self.members.greetings_due():
-            requests = {name: self.request(name) for name in names}
-            for name, reply in self.members.ask(requests, greet=False):
-                self._take(name, reply, self.note)
+        requests = {name: self.request(name) for name in names}
+        for name, reply in self.members.ask(requests, greet=False):
+            self._take(name, reply, self.note)
         return bool(names)
 
     def _take(self, name: str, reply: Reply, note: Note) -> None:

@@ -13,10 +13,13 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+Notify = Callable[[str], None]
 
 PROTOCOL = 5
 """Version of the requests and replies; both sides must have the same."""
@@ -43,6 +46,9 @@ FAILURE = "failure"
 
 GREETINGS = ("hello", "refused")
 """Kinds of requests to nodes that are not members; other requests do not wait long for them."""
+
+GREETING_TIMEOUT = 5.0
+"""Seconds for greetings that are sent together with other requests."""
 
 REPORTED = "the client reports: "
 """Start of a failure's reason if the site itself explained it."""
@@ -86,14 +92,22 @@ class Message:
     @property
     def size(self) -> int:
         """Number of bytes of the arrays and of the JSON text."""
-        return sum(array.nbytes for array in self.arrays.values()) + len(self.facts_text().encode())
+        return sum(array.nbytes for array in self.arrays.values()) + len(self.facts_text)
 
+    @cached_property
     def facts_text(self) -> str:
-        """Return the facts as JSON; floats keep every bit, or raise ``MessageError``."""
+        """The facts as JSON in ASCII; floats keep every bit. Raises ``MessageError`` for others."""
         try:
             return json.dumps(self.facts, allow_nan=False, ensure_ascii=True)
         except (TypeError, ValueError, RecursionError) as error:
             raise MessageError(f"its facts are not plain JSON values: {error}.") from None
+
+    def whole(self, name: str) -> int:
+        """Return a fact that is a whole number, zero if it is missing, or raise ``MessageError``."""
+        value = self.facts.get(name, 0)
+        if type(value) is not int or value < 0:
+            raise MessageError(f"{name} is {value!r}, which is not a whole number.")
+        return value
 
 
 PROJECTION = "projection/"
@@ -159,10 +173,8 @@ def check_message(message: Message, *, limit_bytes: int = LARGEST_MESSAGE) -> No
     _check_value(message.facts, _MOST_DEPTH)
     if not isinstance(message.facts, Mapping):
         raise MessageError("its facts are not a JSON object.")
-    facts = len(message.facts_text())
-    check_size("its facts are", facts, "bytes", _LARGEST_FACTS)
-    total = facts + sum(array.nbytes for array in message.arrays.values())
-    check_size("it is", total, "bytes", limit_bytes)
+    check_size("its facts are", len(message.facts_text), "bytes", _LARGEST_FACTS)
+    check_size("it is", message.size, "bytes", limit_bytes)
 
 
 # ---------------------------------------------------------------------- texts and bytes
@@ -218,7 +230,7 @@ def _arrays(layout: str | bytes, payload: bytes | memoryview) -> dict[str, NDArr
 
 
 def reply_or_failure(
-    reply: Callable[[], Message], public: type[Exception], notify: Callable[[str], None]
+    reply: Callable[[], Message], public: type[Exception], notify: Notify
 ) -> Message:
     """Return a site's reply, or a reply that reports an error.
 
@@ -327,6 +339,16 @@ def checked_reply(reply: Message, registered: str | None) -> Reply:
     return reply
 
 
+def limits_of(requests: Mapping[str, Message], timeout: float) -> dict[str, float]:
+    """Return the seconds that each node has for its reply.
+
+    Greetings beside other requests have less, so that an unknown node does not delay the members.
+    """
+    alone = all(one.kind in GREETINGS for one in requests.values())
+    soon = timeout if alone else min(timeout, GREETING_TIMEOUT)
+    return {node: soon if one.kind in GREETINGS else timeout for node, one in requests.items()}
+
+
 class Transport(Protocol):
     """The connection of a server to its nodes."""
 
@@ -337,9 +359,7 @@ class Transport(Protocol):
     def ask(self, requests: Mapping[str, Message], timeout: float) -> Iterator[tuple[str, Reply]]:
         """Send each node its request, and yield replies as they arrive.
 
-        The iteration ends when every node has replied, or after ``timeout`` seconds, when each
-        missing node yields a :class:`Failure`. A late reply to an older request is never yielded.
-        Greetings (``GREETINGS``) beside other requests may be given up sooner, so that an unknown
-        node does not delay the members.
+        The iteration ends when every node has replied or had its time (:func:`limits_of`); each missing
+        node yields a :class:`Failure` then. A late reply to an older request is never yielded.
         """
         ...

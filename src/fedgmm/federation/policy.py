@@ -20,6 +20,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,13 @@ class Policy:
         except Exception:
             self._state = json.loads(before)
             raise
-        if json.dumps(self._state) != before:
-            write_atomically(self._agreement, json.dumps(self._state, indent=1).encode())
+        self._save(before)
+
+    def _save(self, before: str = "") -> None:
+        """Write the state to the disk, unless it is as before."""
+        now = json.dumps(self._state)
+        if now != before:
+            write_atomically(self._agreement, now.encode())
 
     def _check(self, request: Message) -> None:
         if self.privacy.is_noised and request.kind in _EXACT:
@@ -268,7 +274,7 @@ class Policy:
     def privacy(self) -> Privacy:
         """The privacy of the plan that the site agreed to."""
         try:
-            return Privacy.from_record(self._planned("privacy") or {})
+            return _privacy_of(json.dumps(self._planned("privacy") or {}))
         except (TypeError, ValueError) as error:
             raise RefusedRequestError(f"the plan's privacy is not valid: {error}") from None
 
@@ -286,7 +292,7 @@ class Policy:
         """Write the sums of a run that are opened, before the reply leaves."""
         if asdict(self.released(run)) != asdict(released):
             self._state.setdefault("released", {})[run] = asdict(released)
-            write_atomically(self._agreement, json.dumps(self._state, indent=1).encode())
+            self._save()
 
     def is_protected(self, request: Message) -> bool:
         """Whether texts of errors are hidden: the plan has masks or noise, or the owner set limits."""
@@ -394,6 +400,12 @@ class Policy:
         private_folder(self.log.parent)
         with naming(self.log), self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
+
+
+@lru_cache(maxsize=4)
+def _privacy_of(record: str) -> Privacy:
+    """Return the privacy of a plan, which every request needs several times."""
+    return Privacy.from_record(json.loads(record))
 
 
 def _what(request: Message) -> str:

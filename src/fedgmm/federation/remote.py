@@ -14,22 +14,12 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fedgmm.core.gaussians import Gaussians
-from fedgmm.core.initialise import (
-    FEWEST_ROWS_SENT,
-    Centroids,
-    grid_points,
-    grid_size,
-    leading_directions,
-)
 from fedgmm.core.params import Params
 from fedgmm.core.pca import PCA, FeatureMoments, fit_pca
-from fedgmm.core.randomness import client_keys
-from fedgmm.core.sums import Sum, Sums, SumsError, check_sums, row_counts
+from fedgmm.core.sums import Sum, Sums, SumsError, check_sums
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.federation.folders import ServerFolder, numbers_of
 from fedgmm.federation.job import SCORE, Job
@@ -37,6 +27,7 @@ from fedgmm.federation.masking import MaskedExchange, check_total, read_total
 from fedgmm.federation.members import MOST_ROWS, Exchange, Member, Members, declared_rows
 from fedgmm.federation.messages import Message
 from fedgmm.federation.settings import FederationError
+from fedgmm.federation.start import MaskedRows, RemoteRows
 from fedgmm.federation.wire import (
     Arrays,
     WireError,
@@ -47,9 +38,9 @@ from fedgmm.federation.wire import (
     put_personal,
 )
 from fedgmm.methods.base import DENSITY, AnyMethod, DivergedError, RoundInfo
-from fedgmm.methods.centroids import start_sample
-from fedgmm.methods.gmm import FARTHEST, Assignment, FederatedGMM, gaussian_of, moments_in
+from fedgmm.methods.gmm import FederatedGMM, moments_in
 from fedgmm.privacy.influence import Cohort, Medians, likely_scores, row_weights
+from fedgmm.runs.folder import read_history
 from fedgmm.training.checkpoint import Progress
 from fedgmm.training.loop import Participation, Replies, Training
 from fedgmm.wording import counted
@@ -72,6 +63,7 @@ class RemoteTraining:
         stopped: why training ended before its last round.
         start_bytes: bytes to and from each site before the first round.
         bounded: sites whose influence the last exchange bounded, with the reason.
+        codes: names of the clients in the order of their codes.
     """
 
     def __init__(
@@ -84,7 +76,7 @@ class RemoteTraining:
         self.start_bytes: dict[str, list[int]] = {}
         self.bounded: dict[str, str] = {}
         self.loop = Training(job.method, job.warm_up, self, job.options, store=self)
-        self._codes: list[str] = []  # names of the clients in the order of their codes
+        self.codes: list[str] = []
         self._sent: tuple[Any, dict[int, Arrays]] = (None, {})
         self._last: Exchange | None = None
         self._medians = Medians()  # of the sites' sums in this phase
@@ -102,16 +94,6 @@ class RemoteTraining:
             self.stopped = self.job.options.after_divergence(self.loop.run.diverged)
             self.members.notify(self.stopped)
             self.loop.save()
-
-    @property
-    def shared(self) -> Any:
-        """The shared part of the model that the run leaves."""
-        return self.loop.outcome[0]
-
-    @property
-    def client_names(self) -> tuple[str, ...]:
-        """Names of the clients in the order of their codes."""
-        return tuple(self._codes)
 
     # ------------------------------------------------------------------ the start
 
@@ -138,14 +120,6 @@ class RemoteTraining:
         """Return float64 arrays of the start that an earlier attempt left, or compute and keep them."""
         return self.members.record.recalled(self.members.run, what, compute)
 
-    def starting_names(self) -> tuple[str, ...]:
-        """Return the members that the start asks; after a restart, those of the first attempt."""
-        known = self.members.record.get("names", self.members.run)
-        if known is None:
-            known = list(self.members.names)
-            self.members.record.keep("names", self.members.run, value=known)
-        return tuple(known)
-
     def start(self, method: AnyMethod, learner: Params | None) -> tuple[Any, Any]:
         """Start a phase; a density needs two exchanges with the sites."""
         self._enlist()
@@ -168,7 +142,7 @@ class RemoteTraining:
         for member in self.members.members.values():
             member.since, member.best_since, member.founder = 0, 0, True
         self._medians = Medians()
-        self._codes = list(self.members.names)
+        self.codes = list(self.members.names)
 
     def note_start_traffic(self) -> None:
         """Count the bytes of a start."""
@@ -195,7 +169,7 @@ class RemoteTraining:
                     checked.append(weight * own)
                     right.append(weight * correct)
             code = self._code(member.name)
-            sent = method.broadcast(method.admit(shared, len(self._codes)), code)
+            sent = method.broadcast(method.admit(shared, len(self.codes)), code)
             return method.of_client(sums, code), sent
 
         def chosen(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -414,16 +388,16 @@ class RemoteTraining:
 
     def _code(self, name: str) -> int:
         """Return a client's code; a new client gets the next one."""
-        if name not in self._codes:
-            self._codes.append(name)
-        return self._codes.index(name)
+        if name not in self.codes:
+            self.codes.append(name)
+        return self.codes.index(name)
 
     def _admit(self) -> None:
         """Make new clients known to the shared part."""
         run, best = self.loop.run, self.loop.best
-        run.shared = self.loop.current.admit(run.shared, len(self._codes))
+        run.shared = self.loop.current.admit(run.shared, len(self.codes))
         if best is not None:
-            admitted = self.loop.method.admit(best.shared, len(self._codes))
+            admitted = self.loop.method.admit(best.shared, len(self.codes))
             self.loop.best = best._replace(shared=admitted)
 
     def request(self, kind: str, name: str | None) -> Message:
@@ -432,7 +406,7 @@ class RemoteTraining:
         ``name=None`` returns the finished model for a site that did not take part.
         """
         # a client without a code has not replied yet, so it gets the broadcast of a newcomer
-        code = self._codes.index(name) if name in self._codes else None
+        code = self.codes.index(name) if name in self.codes else None
         loop, run = self.loop, self.loop.run
         ends = kind in ("finish", "model")
         shared = loop.outcome[0] if ends else run.shared
@@ -491,7 +465,7 @@ class RemoteTraining:
             "run": self.members.run,
             "job": self.job.facts,
             "members": {name: m.record() for name, m in self.members.members.items()},
-            "clusters": self._codes,
+            "clusters": self.codes,
             "notes": self.notes,
             "stopped": self.stopped,
             "start_bytes": self.start_bytes,
@@ -511,8 +485,9 @@ class RemoteTraining:
         if stored is None or self.folder is None:
             return None
         progress = stored.progress(self.job.method_of(stored.phase))
-        entries = self.folder.history(progress.round) or progress.history
-        return replace(progress, history=entries)
+        entries = read_history(self.folder.run.history)
+        known = [entry for entry in entries if entry["round"] <= progress.round]
+        return replace(progress, history=known or progress.history)
 
     def restore(self, known: Mapping[str, Any]) -> None:
         """Restore members and notes from a checkpoint."""
@@ -522,7 +497,7 @@ class RemoteTraining:
         self.notes, self.stopped = list(known["notes"]), known["stopped"]
         self._medians = Medians.from_record(known.get("medians", []))
         self.start_bytes = {name: list(own) for name, own in known["start_bytes"].items()}
-        self._codes = list(known["clusters"])
+        self.codes = list(known["clusters"])
 
     def total_traffic(self) -> dict[str, list[int]]:
         """Return the bytes to and from every site, for the start and over all rounds."""
@@ -552,155 +527,3 @@ def check_score(sums: Sums, *, numbers: bool = False) -> None:
         raise SumsError(f"it counts as {clients:g} clients with {rows:g} validation rows")
     if not clients and any(float(value) for value in sums.values()):
         raise SumsError("it has a score but no validation rows")
-
-
-# ---------------------------------------------------------------------- rows at the sites
-
-
-class RemoteRows:
-    """Rows at the sites, as the start of the Gaussians needs them.
-
-    The first exchange asks for sums and centroids; the second for the sums of the rows nearest to
-    each of the means that the server made of them.
-    """
-
-    def __init__(self, training: RemoteTraining) -> None:
-        self.columns, self.device = training.job.features, torch.device("cpu")
-        self._training = training
-        self._names = training.starting_names()
-
-    def overall(self) -> Gaussians:
-        """Return one diagonal Gaussian over all rows, after the first exchange."""
-        found = self._training.recalled("overall", self._asked_overall)
-        self._known = Centroids(found["points"], found["counts"])
-        mean, variances = (torch.from_numpy(found[name]) for name in ("mean", "variances"))
-        return Gaussians(mean, variances, torch.ones_like(mean), "diag")
-
-    def _asked_overall(self) -> Arrays:
-        training, job = self._training, self._training.job
-        names, clusters = self._names, job.options.sizes[0]
-        sample, most = start_sample(client_keys(names), clusters, job.options.seed)
-        asked = {names[code] for code in sample.tolist()}
-        centroids: dict[str, Centroids] = {}
-
-        def request(name: str) -> Message:
-            facts = {"clusters": clusters, "most_rows": most if name in asked else 0}
-            return training.message("start", {}, facts)
-
-        def look(
-            member: Member, reply: Message, sums: Sums, weight: float
-        ) -> tuple[Sums, dict[str, Tensor]]:
-            own = _checked_centroids(reply, sums, self.columns, clusters)
-            centroids[member.name] = replace(own, counts=weight * own.counts)
-            return sums, {}
-
-        found = training.summed(
-            "start",
-            request,
-            FederatedGMM(1, "diag"),
-            self.columns,
-            self._chosen,
-            look,
-            extra=_CENTROIDS,
-        )
-        whole = gaussian_of(found, torch.zeros(1, self.columns).double())
-        # the rows of a bounded site are elsewhere, and so are its centroids
-        sent = [centroids[name] for name in sorted(centroids.keys() - training.bounded.keys())]
-        return {
-            "mean": as_array(whole.means),
-            "variances": as_array(whole.covariances),
-            "points": np.concatenate([own.points for own in sent]),
-            "counts": np.concatenate([own.counts for own in sent]),
-        }
-
-    def _chosen(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(name for name in names if name in self._names)
-
-    def centroids(self, clusters: int, seed: int) -> Centroids:
-        """Return all sites' centroids, which came with the first exchange."""
-        return self._known
-
-    def assigned(
-        self, method: FederatedGMM, current: Gaussians, assignment: Assignment, seed: int
-    ) -> Sums:
-        """Return sums over the sites' rows, each of which belongs to its nearest mean."""
-        assert assignment == "nearest"
-        arrays = self._training.recalled("means", lambda: {"means": as_array(current.means)})
-        return self._opened("assigned", arrays, method)
-
-    def _opened(self, kind: str, arrays: Arrays, method: FederatedGMM) -> Sums:
-        """Return the total of a request's sums; a restarted server recalls it, for masks open it once."""
-        training = self._training
-
-        def ask() -> Arrays:
-            request = training.message(kind, arrays, {})
-            found = training.summed("start", lambda _: request, method, self.columns, self._chosen)
-            return {name: as_array(value) for name, value in found.items()}
-
-        return Sums({n: as_tensor(one) for n, one in training.recalled(kind, ask).items()})
-
-
-class MaskedRows(RemoteRows):
-    """Rows at sites that send masked sums, so that no site's centroids are known.
-
-    The first exchange asks for the moments of all rows, the second for the numbers of rows in a grid of
-    cells in the leading directions. The cells take the place of the centroids.
-    """
-
-    def overall(self) -> Gaussians:
-        """Return one diagonal Gaussian over all rows, after the first exchange."""
-        moments = moments_in(self._opened("start", {}, FederatedGMM(1, "full")))
-        mean = moments.first / moments.counts
-        self._mean = mean[0]
-        self._covariance = moments.second[0] / moments.counts - torch.outer(mean[0], mean[0])
-        variances = self._covariance.diagonal().clamp_min(0.0)[None]
-        return Gaussians(mean, variances, torch.ones_like(variances), "diag")
-
-    def centroids(self, clusters: int, seed: int) -> Centroids:
-        """Return the middles of the cells that have rows, after the second exchange."""
-        training = self._training
-        projection, back = leading_directions(self._covariance.numpy())
-        k = projection.shape[1]
-        made = {
-            "mean": as_array(self._mean),
-            "projection": np.ascontiguousarray(projection),
-            "back": np.ascontiguousarray(back),
-        }
-        arrays = training.recalled("grid", lambda: made)
-        back = arrays.pop("back")
-        request = training.message("cells", arrays, {})
-
-        def ask() -> Arrays:
-            declared = {"cells": row_counts(grid_size(k))}
-            return {
-                "cells": training.masked_sums("start", lambda _: request, declared)["cells"].numpy()
-            }
-
-        counts = training.recalled("cells", ask)["cells"]
-        here = counts >= 0.5
-        points = self._mean.numpy() + grid_points(k)[here] @ back.T
-        return Centroids(points, counts[here])
-
-
-def _checked_centroids(reply: Message, sums: Sums, columns: int, clusters: int) -> Centroids:
-    """Return the centroids of a site, or raise ``WireError``."""
-    rows = reply.facts["rows"]
-    points, counts = (reply.arrays.get(name) for name in _CENTROIDS)
-    if points is None or counts is None:
-        raise WireError("its centroids are missing")
-    if counts.ndim != 1 or points.shape != (len(counts), columns) or len(counts) > clusters:
-        raise WireError(
-            f"its centroids have shape {points.shape}, not (at most {clusters}, {columns})"
-        )
-    for array in (points, counts):
-        if array.dtype != np.float64 or not np.isfinite(array).all():
-            raise WireError("its centroids are not finite float64")
-    if np.abs(points).max(initial=0.0) > FARTHEST:
-        raise WireError("a centroid is too far away")
-    if (counts < FEWEST_ROWS_SENT).any() or counts.sum() > rows + 1e-6:
-        raise WireError(f"its centroids stand for more than its {counted(rows, 'row')}")
-    squares = (counts[:, None] * points**2).sum(0)
-    most = sums["gaussians/second"][0].numpy()
-    if (squares > 1.001 * most + 1e-3).any():
-        raise WireError("its centroids are farther away than its rows")
-    return Centroids(points, counts)

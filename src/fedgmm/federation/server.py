@@ -40,8 +40,6 @@ With secure aggregation ``hello`` asks for the name only, and replies of ``covar
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import math
 import secrets
 import time
@@ -74,8 +72,8 @@ from fedgmm.federation.job import (
     shared_model,
 )
 from fedgmm.federation.masking import MaskedExchange, ServerMasks, check_total, read_total
-from fedgmm.federation.members import Member, Members, Notify
-from fedgmm.federation.messages import Failure, Message, Transport
+from fedgmm.federation.members import Member, Members
+from fedgmm.federation.messages import Failure, Message, Notify, Transport, hash_of
 from fedgmm.federation.private import PrivateTraining
 from fedgmm.federation.remote import RemoteTraining
 from fedgmm.federation.settings import FederationError, FederationSettings
@@ -173,9 +171,8 @@ class _Server:
         self.members = Members(settings, transport, notify)
         self.members.record = folder.start
         if settings.is_masked:
-            log = folder.run.home / "commitments.jsonl"
             least = settings.privacy.fewest_changes
-            self.members.masks = ServerMasks(self.members, least, log=log)
+            self.members.masks = ServerMasks(self.members, least, folder.run.home)
         self.notify = self.members.notify
 
     def run(self) -> None:
@@ -283,8 +280,8 @@ class _Server:
         model = shared_model(
             training.job,
             loop.current,
-            training.shared,
-            training.client_names,
+            loop.outcome[0],
+            training.codes,
             history,
             training.stopped,
         )
@@ -320,8 +317,11 @@ class _Server:
             if isinstance(reply, Failure):
                 self.notify(f"{name} has not received the model: {reply.reason}")
             elif who in requests:
-                self._note_finished(name, reply)
-                fetched = True
+                member = members.members[name]
+                member.finished = fetched = True
+                shared = reply.facts.get("metrics")
+                if member.share_metrics and isinstance(shared, dict):
+                    member.metrics = checked_metrics(shared.get("clients"))
             if who in models:
                 members.served(who)
                 if isinstance(reply, Message):
@@ -331,13 +331,6 @@ class _Server:
         if fetched:
             training.loop.save()
         return True
-
-    def _note_finished(self, name: str, reply: Message) -> None:
-        member = self.members.members[name]
-        member.finished = True
-        shared = reply.facts.get("metrics")
-        if member.share_metrics and isinstance(shared, dict):
-            member.metrics = checked_metrics(shared.get("clients"))
 
 
 # ---------------------------------------------------------------------- before the rounds
@@ -367,7 +360,7 @@ def _digest_of(settings: FederationSettings) -> str:
     config = settings.config
     values: list[Any] = [settings.plan(), config.options().record(), config.open_choices()]
     values += [table_record(config.table), settings.precision, settings.min_rows]
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+    return hash_of(values)
 
 
 def prepare(members: Members) -> tuple[Job, list[str]]:
@@ -507,10 +500,14 @@ def _agree_masked(members: Members) -> dict[str, Any]:
 
 
 def wait_for(members: Members, wanted: int) -> None:
-    """Greet nodes until ``wanted`` members have sent a summary."""
+    """Greet nodes until ``wanted`` members can take part in the agreement on columns."""
     timeout = members.settings.start_timeout
     started = time.monotonic()
-    while len(ready := members.ready) < wanted:
+    while True:
+        masked, found = members.settings.is_masked, sorted(members.members.items())
+        ready = [name for name, m in found if masked or m.summary is not None]
+        if len(ready) >= wanted:
+            return
         members.remind(
             f"waiting for {wanted - len(ready)} more of {counted(wanted, 'client')}"
             + (f"; connected: {', '.join(ready)}" if ready else "")
@@ -520,10 +517,7 @@ def wait_for(members: Members, wanted: int) -> None:
                 f"Only {len(ready)} of {counted(wanted, 'client')} came within {timeout:g} s; "
                 "start the others, or lower clients in [federation]."
             )
-        if members.greetings_due():
-            members.greet(agree=True)
-        else:
-            members.pause()
+        members.greet_or_pause(agree=True)
 
 
 def _with_common_kinds(
@@ -595,8 +589,7 @@ def _trial_score(members: Members, job: Job, evidence: Evidence) -> float:
     the score of a finished one is in the record.
     """
     record = members.record
-    made = json.dumps([members.run, evidence, job.options.record()], sort_keys=True)
-    trial = hashlib.sha256(made.encode()).hexdigest()[:16]
+    trial = hash_of([members.run, evidence, job.options.record()])[:16]
     known = record.get("trials", trial)
     if known is not None:
         return float(known)

@@ -20,64 +20,56 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fedgmm import __version__
-from fedgmm.core.gaussians import gaussians
-from fedgmm.core.initialise import MOST_DIRECTIONS
 from fedgmm.core.streaming import lanes_only
-from fedgmm.core.sums import Declaration, Sums, row_counts, withhold
-from fedgmm.data.dataset import FederatedDataset, LabelledRows
+from fedgmm.core.sums import Declaration, Sums, withhold
+from fedgmm.data.dataset import LabelledRows
 from fedgmm.data.tables.columns import FileFormat
 from fedgmm.data.tables.errors import TableError
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.data.tables.summaries import ClientSummary, look_like_names
 from fedgmm.federation.declared import DeclaredColumns, bounds_of_columns
-from fedgmm.federation.folders import RUN_ID, SiteFolder, write_shared_model
+from fedgmm.federation.folders import RUN_ID, SiteFolder, write_results
 from fedgmm.federation.job import SCORE, SHARED_METRICS, Job, shared_model
-from fedgmm.federation.masking import MASK_REQUESTS, SiteMasks, noise_share
+from fedgmm.federation.masking import MASK_REQUESTS, SiteMasks
 from fedgmm.federation.messages import (
     PROJECTION,
     PROTOCOL,
     Message,
     MessageError,
+    Notify,
     check_message,
     coded,
     digest_of,
     one_line,
 )
 from fedgmm.federation.policy import TRAINING_REQUESTS, LimitError, Policy
+from fedgmm.federation.private import SiteNoise, planned_release, too_large_delta
 from fedgmm.federation.settings import SiteSettings
-from fedgmm.federation.site_table import SiteTable, public_reason
+from fedgmm.federation.site_table import SiteTable
+from fedgmm.federation.start import assigned_sums, cell_sums, centroid_arrays, overall_sums
 from fedgmm.federation.summaries import SummaryError, summary_record, table_from_record
 from fedgmm.federation.wire import (
     Arrays,
     WireError,
-    as_tensor,
     decode,
     encode,
     pack,
     take_personal,
 )
-from fedgmm.files import sha256_of
 from fedgmm.methods.base import DENSITY, AnyMethod, DivergedError
-from fedgmm.methods.centroids import FEWEST_ROWS_A_CLUSTER, grid_counts, local_centroids
-from fedgmm.methods.gmm import FederatedGMM, equal_covariances, sums_of_all
-from fedgmm.model.model import FederatedModel
+from fedgmm.methods.gmm import FederatedGMM, sums_of_all
 from fedgmm.nets.devices import resolve_device
-from fedgmm.privacy.accounting import Release
 from fedgmm.privacy.disclosure import ImplausibleModelError, RowWeights, check_model
-from fedgmm.privacy.fixed_point import Elements, to_fixed
+from fedgmm.privacy.fixed_point import to_fixed
 from fedgmm.privacy.ledger import LedgerError
-from fedgmm.privacy.noise import SMALLEST_NOISE, noise_elements
-from fedgmm.privacy.private_method import ROUND, PrivateMixture
-from fedgmm.privacy.settings import Privacy, PrivacyError
+from fedgmm.privacy.settings import PrivacyError
 from fedgmm.runs.fitting import NOT_COVERED
-from fedgmm.runs.folder import RunError
+from fedgmm.runs.folder import RunError, read_history, read_json
 from fedgmm.runs.run import open_run
 from fedgmm.training.checkpoint import Phase, Progress
 from fedgmm.training.local import projected
-from fedgmm.training.private import unit_weights, vector_of
 from fedgmm.training.state_arrays import StateError
 from fedgmm.wording import counted
 
@@ -114,9 +106,7 @@ class Site:
         unusable: why it can never take part, such as an error in its table.
     """
 
-    def __init__(
-        self, settings: SiteSettings, *, notify: Callable[[str], None] = lambda _: None
-    ) -> None:
+    def __init__(self, settings: SiteSettings, *, notify: Notify = lambda _: None) -> None:
         """Find the site's table, or raise ``ValueError``."""
         self.settings = settings
         self.notify = notify
@@ -138,6 +128,7 @@ class Site:
         self._row_weights = RowWeights(settings.out / "row_weights.key", settings.blur)
         self._policy.ledger.entries()  # raises if it is damaged or an older copy
         self._masks = SiteMasks(self.name, settings, self._policy, self._folder.keep_commitment)
+        self._noise = SiteNoise(self.table, self._folder, self._policy, self._masks, notify)
 
     def reply(self, request: Message) -> Message:
         """Reply to one request, and record what leaves; called for one request at a time.
@@ -234,7 +225,9 @@ class Site:
             reason = "its own folder or file cannot be used; its log says why"
             return SiteError(reason, "folder")
         if isinstance(error, ValueError):
-            return SiteError(public_reason(error), "table")
+            # without a path and without a value of a row
+            public = error.public if isinstance(error, TableError) else text.rstrip(".")
+            return SiteError(public, "table")
         return SiteError(f"{type(error).__name__} at the site; see its log", "internal")
 
     # ------------------------------------------------------------------ before the rounds
@@ -253,7 +246,7 @@ class Site:
             table = self._asked_table(request)
             columns = [str(name) for name in request.facts.get("as_categories", [])]
             summary = self.table.summary(table, columns)
-            self._check_rows(summary.rows, _whole(request, "min_rows"))
+            self._check_rows(summary.rows, request.whole("min_rows"))
             # the server chooses which column is the label
             if look_like_names(len(summary.labels), summary.rows):
                 raise UnfitError(
@@ -288,7 +281,7 @@ class Site:
             rows = int(self.table.summary(table, []).rows * table.split[0])
             privacy.check_units(rows, rows)
         except PrivacyError:
-            raise _too_large(privacy) from None
+            raise too_large_delta(privacy) from None
 
     def _show_plan(self, plan: Any) -> None:
         """Log what the site agrees to with its first summary."""
@@ -309,8 +302,8 @@ class Site:
         """Return masked sums of the declared columns, for the agreement on the preprocessing."""
         table = self._asked_table(request)
         declared, summary = self._declared(table)
-        self._check_rows(summary.rows, _whole(request, "min_rows"))
-        return self._sent(request, declared.sums(summary), declared.declare_sums(), torch.float64)
+        self._check_rows(summary.rows, request.whole("min_rows"))
+        return self._sealed(request, declared.sums(summary), declared.declare_sums())
 
     def _declared(self, table: TableOptions) -> tuple[DeclaredColumns, ClientSummary]:
         """Return the declared columns and the site's summary; log once what the run does not use."""
@@ -346,22 +339,12 @@ class Site:
         declaration = FederatedGMM(1, "full").declare_sums(len(block))
         sums = sums_of_all(replace(rows.features, chunks=chunks), zero, "full")
         sums = withhold(sums, declaration, self._least(job))
-        return self._sent(request, sums, declaration, job.learner_dtype, len(rows))
+        return self._sent(request, sums, declaration, len(rows))
 
     def _cells(self, request: Message) -> Content:
         """Return masked counts of rows in a grid, for the start of the Gaussians."""
         job, rows = self._training_rows(request)
-        mean, projection = (request.arrays.get(name) for name in ("mean", "projection"))
-        k = 0 if projection is None or projection.ndim != 2 else projection.shape[1]
-        if mean is None or projection is None or mean.shape != (job.features,):
-            raise MessageError("the grid of the start is missing or has the wrong shape.")
-        if not 1 <= k <= MOST_DIRECTIONS or len(projection) != job.features:
-            raise MessageError("the grid of the start has the wrong shape.")
-        counts = grid_counts(
-            rows.features, *(as_tensor(one).double().to(rows.device) for one in (mean, projection))
-        )
-        declaration = {"cells": row_counts(len(counts))}
-        return self._sent(request, Sums({"cells": counts}), declaration, job.learner_dtype)
+        return self._sent(request, *cell_sums(request, job, rows))
 
     # ------------------------------------------------------------------ masks
 
@@ -383,68 +366,33 @@ class Site:
             )
 
     def _sent(
-        self,
-        request: Message,
-        sums: Sums,
-        declaration: Declaration,
-        dtype: torch.dtype,
-        rows: int = 0,
+        self, request: Message, sums: Sums, declaration: Declaration, rows: int = 0
     ) -> Content:
         """Return sums as they leave: as one masked vector, or as arrays beside the number of rows."""
-        if not self._is_masked:
-            return encode(sums, declaration, dtype), {"rows": rows} if rows else {}
+        if self._is_masked:
+            return self._sealed(request, sums, declaration)
+        arrays = encode(sums, declaration, self._job(request).learner_dtype)
+        return arrays, {"rows": rows} if rows else {}
+
+    def _sealed(self, request: Message, sums: Sums, declaration: Declaration) -> Content:
         return self._masks.seal(request, lambda n: to_fixed(pack(sums, declaration), n)), {}
 
     def _start(self, request: Message) -> Content:
-        """Return sums of all columns and local centroids, for the start of the Gaussians."""
+        """Return sums of all columns, and without masks local centroids, for the start."""
         job, rows = self._training_rows(request)
-        zero = torch.zeros(1, job.features, dtype=torch.float64, device=rows.device)
-        if self._is_masked:
-            whole = FederatedGMM(1, "full").declare_sums(job.features)
-            sums = sums_of_all(rows.features, zero, "full")
-            return self._sent(request, sums, whole, job.learner_dtype)
-        declaration = FederatedGMM(1, "diag").declare_sums(job.features)
-        arrays = encode(sums_of_all(rows.features, zero), declaration, job.learner_dtype)
-        clusters, most = _whole(request, "clusters"), _whole(request, "most_rows")
-        if clusters > job.options.sizes[0]:
-            raise MessageError("it asks for more centroids than the run has Gaussians.")
-        points, counts = np.empty((0, job.features)), np.empty(0)
-        own = self.settings.min_rows
-        if own:
-            if 0 < most < FEWEST_ROWS_A_CLUSTER * clusters:  # zero asks for no centroids
-                raise MessageError(
-                    "it asks for centroids of so few rows that they could be recognised."
-                )
-            clusters = min(clusters, len(rows) // own)
-        if clusters > 1 and most > 0:
-            sent = local_centroids(rows.features, clusters, job.options.seed, most)
-            enough = sent.counts >= self._least(job)
-            if own:
-                enough &= separable(sent.counts, len(rows), own)
-            points, counts = sent.points[enough], sent.counts[enough]
-        arrays["centroids/points"] = np.ascontiguousarray(points, dtype=np.float64)
-        arrays["centroids/counts"] = np.ascontiguousarray(counts, dtype=np.float64)
-        return arrays, {"rows": len(rows)}
+        whole = overall_sums(rows, job.features, masked=self._is_masked)
+        arrays, facts = self._sent(request, *whole, len(rows))
+        if not self._is_masked:
+            own = self.settings.min_rows
+            arrays |= centroid_arrays(request, job, rows, own, self._least(job))
+        return arrays, facts
 
     def _assigned(self, request: Message) -> Content:
         """Return sums of the rows nearest to each of the start's means."""
         job, rows = self._training_rows(request)
-        if job.method.mixture is None:
-            raise MessageError("the method has no Gaussians to start.")
-        method = replace(job.method.mixture, aggregation="exact")
-        means = request.arrays.get("means")
-        if means is None or means.shape != (method.components, job.features):
-            raise MessageError("the means of the start are missing or have the wrong shape.")
-        kind = method.covariance_type
-        # only the means decide which one is nearest
-        spread = equal_covariances(torch.ones(job.features).double(), len(means), kind)
-        current = gaussians(as_tensor(means).double(), spread, kind)
-        sums = method.sums_of_assigned(
-            rows.features, current, "nearest", job.options.seed, self.settings.min_rows
-        )
-        declaration = method.declare_sums(job.features)
+        sums, declaration = assigned_sums(request, job, rows, self.settings.min_rows)
         sums = withhold(sums, declaration, self._least(job))
-        return self._sent(request, sums, declaration, job.learner_dtype, len(rows))
+        return self._sent(request, sums, declaration, len(rows))
 
     # ------------------------------------------------------------------ rounds
 
@@ -474,67 +422,21 @@ class Site:
         fit, seconds = float(sums["log_likelihood"]) / len(rows), time.perf_counter() - started
         declaration = method.declare_sums(job.features)
         sums = withhold(sums, declaration, self._least(job))
-        arrays, facts = self._sent(request, sums, declaration, job.learner_dtype, len(rows))
+        arrays, facts = self._sent(request, sums, declaration, len(rows))
         progress = Progress(phase, number, shared, moved)
-        self._folder.keep(run, progress, since, _whole(request, "keep"))
+        self._folder.keep(run, progress, since, request.whole("keep"))
         entry = {"round": float(number), "log_likelihood": fit, "seconds": seconds}
         self._folder.add_history(entry)
         self.notify(f"round {number}: replied in {seconds:.1f} s")
         return arrays, {**facts, **metrics}
 
     def _release(self, request: Message) -> Content:
-        """Return one release of the plan, with this site's part of the noise.
-
-        The noisy vector is on the disk before the ledger counts it, and the ledger before it leaves. A
-        repeated request gets the same vector again. If more noise is needed, because fewer sites take
-        part, it is added; the sum of the first noise and more reveals less.
-        """
-        started = time.perf_counter()
+        """Return one release of the plan, with this site's part of the noise."""
         job, rows = self._training_rows(request, exact=True)
-        run, phase, place, _ = _place(request)
-        method, name, mu = planned_release(job, request)
+        run, phase, _, _ = _place(request)
         self._folder.begin(run)
         shared, _ = self._state(request, job, phase)
-        layout = method.clipped_layout(name, shared)
-
-        def noised(sites: int) -> Elements:
-            share = noise_share(layout.sensitivity / mu, sites, method.privacy.tolerated)
-            kept, charged = self._folder.release(run, place), self._policy.is_charged(request)
-            if kept is None:
-                if charged:
-                    raise MessageError(
-                        "the noise of this release was lost after the ledger counted it; this site takes "
-                        "part in the next one."
-                    )
-                persons = self.table.persons(job.table, job.preprocessing, method.privacy)
-                weights = unit_weights(method.privacy, rows.codes.cpu(), persons)
-                units = round(float(weights.sum()))
-                try:  # also of a site that joins later, and of persons, who are counted here only
-                    method.privacy.check_units(units, units)
-                except PrivacyError:
-                    raise _too_large(method.privacy) from None
-                exact = vector_of(method, name, shared, rows, weights)
-                noise = noise_elements(layout.numbers, share)
-                kept = to_fixed(exact, sites) + noise, share
-                self._folder.keep_release(run, place, *kept)
-                if name == ROUND:
-                    number = [one for one, _ in method.plan()[: place + 1]].count(ROUND)
-                    fit = method.mean_log_likelihood(shared, layout.read(exact))
-                    seconds = time.perf_counter() - started
-                    entry = {"round": float(number), "log_likelihood": fit, "seconds": seconds}
-                    self._folder.add_history(entry)
-            elif kept[1] < share * (1 - 1e-9):
-                more = max(math.sqrt(share**2 - kept[1] ** 2), SMALLEST_NOISE)
-                vector = kept[0] + noise_elements(layout.numbers, more)
-                kept = vector, math.hypot(kept[1], more)
-                self._folder.keep_release(run, place, *kept)
-            if not charged:
-                self._policy.charge(request, Release(mu), sha256_of(self.table.path))
-            return kept[0]
-
-        arrays = self._masks.seal(request, noised)
-        self.notify(f"release {place} ({name}): μ = {mu:.3g}")
-        return arrays, {}
+        return self._noise.reply(request, job, rows, shared), {}
 
     def _state(self, request: Message, job: Job, phase: Phase) -> tuple[Any, Any]:
         """Return the shared part of a request, and the personal part that belongs to it.
@@ -564,7 +466,7 @@ class Site:
         dataset, _ = self.table.load(job.table, job.preprocessing)
         if not len(dataset.validation) or dataset.target is not None:  # numbers have no accuracy
             return {"rows": 0, "right": 0.0}
-        found = self._model(job, dataset, prediction).evaluate("validation")
+        found = job.model(prediction, [self.name], dataset=dataset).evaluate("validation")
         return {"rows": int(found.rows[0]), "right": float(found.accuracy[0] * found.rows[0])}
 
     def _score(self, request: Message) -> Content:
@@ -581,7 +483,7 @@ class Site:
             shared, personal = self._state(request, job, phase)
             with self._quietly(job):
                 own = method.finish(shared, personal, rows)
-                model = self._model(job, dataset, method.prediction(shared, own))
+                model = job.model(method.prediction(shared, own), [self.name], dataset=dataset)
                 values |= {"clients": 1.0, "rows": float(count)}
                 x = dataset.validation.inputs.cpu().numpy()
                 weights = np.ones(count)
@@ -602,7 +504,7 @@ class Site:
             name: torch.tensor(value, dtype=torch.float64).clamp(-_LARGEST_SCORE, _LARGEST_SCORE)
             for name, value in values.items()
         }
-        return self._sent(request, Sums(bounded), SCORE, job.learner_dtype)
+        return self._sent(request, Sums(bounded), SCORE)
 
     # ------------------------------------------------------------------ the end
 
@@ -616,9 +518,13 @@ class Site:
         shared, personal = self._state(request, job, phase)
         with self._quietly(job):
             personal = method.finish(shared, personal, rows)
-            model = self._model(job, dataset, method.prediction(shared, personal))
-            parts = job.private_parts(shared)
-            model = replace(model, history=self._folder.history(), **parts)
+            model = job.model(
+                method.prediction(shared, personal),
+                [self.name],
+                dataset=dataset,
+                history=read_history(self._folder.run.history),
+                **job.private_parts(shared),
+            )
             self._folder.write_config(job, self.table.path, self.name, self.settings.embedding)
             notes = [str(note) for note in request.facts.get("notes", [])]
             if model.privacy is not None:
@@ -630,7 +536,7 @@ class Site:
             return {}, {}
         facts: dict[str, Any] = {"rows": len(rows)}
         if self.settings.share_metrics and dataset.target is None:
-            own = self._folder.metrics()["clients"].get(self.name, {})
+            own = read_json(self._folder.run.metrics)["clients"].get(self.name, {})
             own = {name: own[name] for name in ("rows", *SHARED_METRICS) if name in own}
             facts["metrics"] = {"clients": own}
         return {}, facts
@@ -647,7 +553,8 @@ class Site:
                 f"{job.options.algorithm} has no weights that a new site could learn on its own."
             )
         self._folder.write_config(job, self.table.path, self.name, self.settings.embedding)
-        write_shared_model(self._folder.run, model, {"adapted": True, "notes": []})
+        facts = {"adapted": True, "notes": []}
+        write_results(self._folder.run, job.options.algorithm, model, facts)
         return {}, {}
 
     def _refused(self, request: Message) -> Content:
@@ -706,20 +613,6 @@ class Site:
             return job, rows
         return job, self._row_weights.apply(rows, digest_of(request, _WEIGHED))
 
-    def _model(self, job: Job, dataset: FederatedDataset, prediction: Any) -> FederatedModel:
-        return FederatedModel(
-            job.options.algorithm,
-            prediction,
-            [self.name],
-            dataset.classes,
-            dataset.input_shape,
-            options=job.options.record(),
-            dataset=dataset,
-            column_names=dataset.column_names,
-            target=dataset.target,
-            projection=job.projection,
-        )
-
     def _least(self, job: Job) -> int:
         return max(self.settings.min_rows, job.min_rows)
 
@@ -730,57 +623,10 @@ class Site:
         return lanes_only() if quiet else nullcontext()
 
 
-def separable(counts: NDArray[np.float64], rows: int, fewest: int) -> NDArray[np.bool_]:
-    """Return which centroids may be sent without giving away the few rows that have none.
-
-    The sum of all rows is known, so either no row lacks a centroid or at least ``fewest`` rows do.
-    """
-    sent = counts >= fewest
-    for smallest in np.argsort(counts, kind="stable"):
-        left = rows - counts[sent].sum()
-        if left < 1e-6 or left >= fewest:
-            break
-        sent[smallest] = False
-    return sent
-
-
-def _too_large(privacy: Privacy) -> LimitError:
-    return LimitError(
-        f"the server asks for delta={privacy.delta:g}, which is not less than one over the number of this "
-        f"site's training {privacy.unit}s, and so allows to publish one of them as it is."
-    )
-
-
-def planned_release(job: Job, request: Message) -> tuple[PrivateMixture, str, float]:
-    """Return the method, and the name and ``μ`` of the release that a request asks for.
-
-    Raises ``MessageError`` unless it is the one that the plan has in this place, with as much noise.
-    """
-    method, place = job.private, _whole(request, "round")
-    plan = [] if method is None else method.releases()
-    if method is None or place >= len(plan):
-        raise MessageError(f"the plan of this run has no release {place}.")
-    (name, most), mu = plan[place], request.facts.get("mu")
-    if request.facts.get("release") != name:
-        raise MessageError(
-            f"release {place} of the plan is {name!r}, which the server did not name."
-        )
-    if not isinstance(mu, float) or not 0 < mu <= most * (1 + 1e-12):
-        raise MessageError(f"the server asks for release {place} with less noise than its plan.")
-    return method, name, mu
-
-
-def _whole(request: Message, name: str) -> int:
-    value = request.facts.get(name, 0)
-    if type(value) is not int or value < 0:
-        raise MessageError(f"{name} is {value!r}, which is not a whole number.")
-    return value
-
-
 def _place(request: Message) -> tuple[str, Phase, int, int]:
     """Return the run, the phase, the round, and the last round of this site that counted."""
     run, phase = request.facts.get("run"), request.facts.get("phase")
     if not isinstance(run, str) or not RUN_ID.fullmatch(run):
         raise MessageError("the request does not name its run.")
-    number, since = _whole(request, "round"), _whole(request, "since")
+    number, since = request.whole("round"), request.whole("since")
     return run, "warmup" if phase == "warmup" else "main", number, since

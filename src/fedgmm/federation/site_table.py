@@ -12,10 +12,11 @@ from torch import Tensor
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.tables.columns import PLAIN, FileFormat
 from fedgmm.data.tables.errors import HeaderError, TableError, quoted
-from fedgmm.data.tables.files import Notify, TableFile, client_name, find_tables
+from fedgmm.data.tables.files import TableFile, client_name, find_tables
 from fedgmm.data.tables.loading import ONE_CLIENT, ClientsFile, Tables, summarise_files
 from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
 from fedgmm.data.tables.summaries import ClientSummary
+from fedgmm.federation.messages import Notify
 from fedgmm.privacy.settings import Privacy
 
 
@@ -125,8 +126,3 @@ class SiteTable:
                 clipped = replace(values, numbers=np.clip(np.asarray(values.numbers), low, high))
                 own.file.columns[name] = clipped.on_disk()
         return summarise_files([own], options)
-
-
-def public_reason(error: Exception) -> str:
-    """Return the reason that the server may know: without a path and without a value of a row."""
-    return error.public if isinstance(error, TableError) else str(error).rstrip(".")

@@ -47,9 +47,9 @@ def encode(
             value = value.to(learner_dtype)
             if not bool(torch.isfinite(value).all()):
                 raise WireError("a learner is too large for float16; use precision = 'float32'")
-        elif one.semidefinite:
-            value = _half(value)
-        arrays[name] = as_array(value if one.as_mean else value.double())
+        else:
+            value = _half(value, one).double()
+        arrays[name] = as_array(value)
     return arrays
 
 
@@ -89,10 +89,12 @@ def _is_weighted(one: Sum) -> bool:
     return one.rows is not None and not one.gathered
 
 
-def _half(matrices: Tensor) -> Tensor:
-    """Return the lower triangles of symmetric matrices."""
-    rows, columns = torch.tril_indices(matrices.shape[-1], matrices.shape[-1])
-    return matrices[..., rows, columns]
+def _half(value: Tensor, one: Sum) -> Tensor:
+    """Return a sum as it travels: of symmetric matrices only the lower triangles."""
+    if not one.semidefinite:
+        return value
+    rows, columns = torch.tril_indices(value.shape[-1], value.shape[-1])
+    return value[..., rows, columns]
 
 
 def _sent_shape(one: Sum) -> tuple[int, ...]:
@@ -151,8 +153,7 @@ def pack(sums: Mapping[str, Tensor], declaration: Declaration) -> NDArray[np.flo
     for name, one in declaration.items():
         if one.gathered:
             raise WireError(f"{name} is not a sum, so it cannot be masked")
-        value = sums[name].double().cpu()
-        parts.append((_half(value) if one.semidefinite else value).reshape(-1).numpy())
+        parts.append(_half(sums[name].double().cpu(), one).reshape(-1).numpy())
     return np.concatenate(parts)
 
 

@@ -11,7 +11,6 @@ from flwr.app.metadata import Metadata
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedgmm.federation.flower import sites as sites_module
 from fedgmm.federation.flower.records import from_records, to_records
 from fedgmm.federation.flower.sites import FlowerSites
 from fedgmm.federation.messages import Failure, Message
@@ -213,7 +212,7 @@ def test_a_disconnected_node_and_an_interrupted_connection():
 
 
 def test_a_greeting_without_reply_does_not_delay_a_round(monkeypatch):
-    monkeypatch.setattr(sites_module, "_GREETING_TIMEOUT", 0.2)
+    monkeypatch.setattr("fedgmm.federation.messages.GREETING_TIMEOUT", 0.2)
     sites = FlowerSites(FakeGrid({1: echo, 2: lambda _: None}, delays={1: 0.4}))
     start = time.monotonic()
 
@@ -225,7 +224,7 @@ def test_a_greeting_without_reply_does_not_delay_a_round(monkeypatch):
 
 
 def test_a_greeting_alone_has_the_full_timeout(monkeypatch):
-    monkeypatch.setattr(sites_module, "_GREETING_TIMEOUT", 0.1)
+    monkeypatch.setattr("fedgmm.federation.messages.GREETING_TIMEOUT", 0.1)
 
     replies = dict(
         FlowerSites(FakeGrid({1: echo}, delays={1: 0.5})).ask({"1": Message("hello")}, 5)

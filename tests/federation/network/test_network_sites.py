@@ -1,5 +1,6 @@
 """The gRPC server with scripted sites in this process: deadlines, limits, lost and second connections."""
 
+import asyncio
 import json
 import queue
 import socket
@@ -179,7 +180,7 @@ def test_a_lost_connection_is_a_failure_at_once(plain):
 
 
 def test_a_greeting_without_reply_does_not_delay_a_round(plain, monkeypatch):
-    monkeypatch.setattr(sites_module, "_GREETING_TIMEOUT", 0.2)
+    monkeypatch.setattr("fedgmm.federation.messages.GREETING_TIMEOUT", 0.2)
     sites, connect, _ = plain
     peer, _silent = connect().greet(), connect().greet()
     wait_for(lambda: len(sites.nodes()) == 2)
@@ -539,3 +540,30 @@ def test_a_client_logs_a_refused_plan_once_and_with_the_remedy(plain, tmp_path):
     assert len(logged) == 2
     assert all("--forget" in line for line in logged)
     assert "the end" in ends[0]
+
+
+def test_a_request_waits_until_the_site_is_welcome():
+    """gRPC allows one write of a stream at a time; a second one would end the task that writes."""
+    sites = NetworkSites("127.0.0.1", 0)
+
+    class Context:
+        sent, busy = [], False
+        proofs = iter([greeting(protocol=PROTOCOL, instance="one")])
+
+        async def write(self, piece):
+            assert not self.busy
+            self.busy = True
+            if len(self.sent) == 1:  # the welcome
+                sites._post(1, {node: Message("round") for node in sites.nodes()})
+            await asyncio.sleep(0.001)
+            self.busy = False
+            self.sent.append(piece)
+
+        async def read(self):
+            proof = next(self.proofs, None)
+            await asyncio.sleep(0 if proof else 0.05)
+            return proof
+
+    asyncio.run(sites._connect(None, Context()))
+    sites._loop.close()
+    assert len(Context.sent) == 3

@@ -14,7 +14,7 @@ from fedgmm.federation.network import stream
 from fedgmm.federation.network.stream import (
     Assembler,
     greeting,
-    is_signed,
+    is_proven,
     pieces,
     read_greeting,
     sign,
@@ -125,12 +125,12 @@ def test_a_proof_belongs_to_one_key_challenge_and_host(key):
     proof = sign(key, "challenge", "server.org")
     facts = {"key": pem(key), "host": "server.org", "proof": proof}
 
-    assert is_signed(facts, "challenge")
-    assert not is_signed(facts, "another challenge")
-    assert not is_signed(facts | {"host": "other.org"}, "challenge")
-    assert not is_signed(facts | {"key": pem(ec.generate_private_key(ec.SECP384R1()))}, "challenge")
+    assert is_proven(facts, "challenge")
+    assert not is_proven(facts, "another challenge")
+    assert not is_proven(facts | {"host": "other.org"}, "challenge")
+    assert not is_proven(facts | {"key": pem(ec.generate_private_key(ec.SECP384R1()))}, "challenge")
     for wrong in ({"proof": "xyz"}, {"proof": ""}, {"key": "x"}, {"key": 3}, {"proof": None}):
-        assert not is_signed(facts | wrong, "challenge")
+        assert not is_proven(facts | wrong, "challenge")
 
 
 @pytest.mark.parametrize("piece", [b"", b"[1]", b"{", b"[" * 5000, greeting(x="y" * 10_000)])

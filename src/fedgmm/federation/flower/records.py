@@ -28,7 +28,7 @@ def to_records(message: Message, *, limit_bytes: int = LARGEST_MESSAGE) -> Recor
     check_message(message, limit_bytes=limit_bytes)
     texts = ConfigRecord()
     for name, text in zip(
-        _TEXTS, (message.kind, message.facts_text(), layout_text(message)), strict=True
+        _TEXTS, (message.kind, message.facts_text, layout_text(message)), strict=True
     ):
         texts[name] = text
     arrays = {}

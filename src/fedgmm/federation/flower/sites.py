@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
 
 from fedgmm.federation.flower.records import from_records, to_records
 from fedgmm.federation.messages import (
-    GREETINGS,
     LARGEST_MESSAGE,
     Failure,
     Message,
     MessageError,
+    Notify,
     Reply,
     checked_reply,
+    limits_of,
 )
 
 MESSAGE_TYPE = "query"
 """Flower's type of all our messages."""
 
 _POLL = 0.1
-_GREETING_TIMEOUT = 5.0  # seconds for greetings that are sent together with other requests
 _SEND_ATTEMPTS = 3
 _REASONS = {
     1: "its Flower app could not be loaded; install the same version of fedgmm there",
@@ -50,7 +50,7 @@ class FlowerSites:
         grid: Grid,
         *,
         limit_bytes: int = LARGEST_MESSAGE,
-        notify: Callable[[str], None] = lambda _: None,
+        notify: Notify = lambda _: None,
     ) -> None:
         self._grid = grid
         self._limit = limit_bytes
@@ -68,35 +68,26 @@ class FlowerSites:
         Flower drops messages after their deadline, so a late reply is never mixed up with a later one.
         """
         self._exchange += 1
-        deadline = time.monotonic() + timeout
+        started, limits = time.monotonic(), limits_of(requests, timeout)
         self._drop_late_replies()
-        failures: dict[str, Reply] = {}
-        working = {node for node, one in requests.items() if one.kind not in GREETINGS}
-        greeting_timeout = min(timeout, _GREETING_TIMEOUT) if working else timeout
-        greeting_deadline = time.monotonic() + greeting_timeout
-        waiting = self._send(requests, timeout, failures)
-        yield from failures.items()
-        while waiting and time.monotonic() < deadline:
+        waiting = self._send(requests, timeout)
+        for unsent in requests.keys() - waiting.values():
+            yield unsent, Failure("the request could not be sent")
+        while waiting:
             for reply in self._pull(waiting):
                 node = waiting.pop(reply.metadata.reply_to_message_id, None)
                 if node is not None:
                     yield node, self._read(node, reply)
-            if not working.intersection(waiting.values()) and time.monotonic() >= greeting_deadline:
-                break  # only greetings are left; they are sent again with the next requests
-            if waiting:
-                time.sleep(min(_POLL, max(deadline - time.monotonic(), 0.0)))
+            end = started + max((limits[node] for node in waiting.values()), default=0.0)
+            if (left := end - time.monotonic()) <= 0:
+                break  # greetings are sent again with the next requests
+            time.sleep(min(_POLL, left))
         for message_id, node in waiting.items():
-            limit = timeout if node in working else greeting_timeout
             self._abandoned[message_id] = time.monotonic() + 1.0
-            yield node, Failure(f"no reply within {limit:g} s")
+            yield node, Failure(f"no reply within {limits[node]:g} s")
 
-    def _send(
-        self,
-        requests: Mapping[str, Message],
-        timeout: float,
-        failures: dict[str, Reply],
-    ) -> dict[str, str]:
-        """Send the requests, and return the nodes by the ids of their messages."""
+    def _send(self, requests: Mapping[str, Message], timeout: float) -> dict[str, str]:
+        """Send the requests, and return the nodes by the ids of the messages that were sent."""
         messages = {}
         for node, request in requests.items():
             messages[node] = FlowerMessage(
@@ -114,14 +105,7 @@ class FlowerSites:
             except Exception as error:  # Flower raises errors of many classes
                 self._notify(f"Sending requests failed ({_summary(error)}); trying again.")
                 time.sleep(attempt + 1.0)
-        waiting = {}
-        for place, node in enumerate(messages):
-            message_id = ids[place] if place < len(ids) else None
-            if message_id:
-                waiting[message_id] = node
-            else:
-                failures[node] = Failure("the request could not be sent")
-        return waiting
+        return {one: node for one, node in zip(ids, messages, strict=False) if one}
 
     def _pull(self, waiting: Mapping[str, str]) -> list[FlowerMessage]:
         try:

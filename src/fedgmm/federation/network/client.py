@@ -11,18 +11,18 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fedgmm.federation.messages import (
     FAILURE,
     LARGEST_MESSAGE,
     PROTOCOL,
-    Message,
     MessageError,
+    Notify,
     reply_or_failure,
 )
 from fedgmm.federation.network.keys import check_private_key, read_private_key
@@ -38,7 +38,8 @@ from fedgmm.federation.network.stream import (
 )
 from fedgmm.files import private_folder
 
-Notify = Callable[[str], None]
+if TYPE_CHECKING:
+    from fedgmm.federation.site import Site
 
 # seconds
 _CONNECT_TIMEOUT = 10.0
@@ -58,18 +59,6 @@ class RefusedError(ValueError):
 
 class UnusableError(ValueError):
     """Something at the site must be fixed before it can take part."""
-
-
-class RequestHandler(Protocol):
-    """The part of a site that the transport uses: replies, and why it should end the connection."""
-
-    finished: bool
-    refused: str | None
-    unusable: str | None
-
-    def reply(self, request: Message) -> Message:
-        """Return the reply to a request."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -101,7 +90,7 @@ def read_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def take_part(site: RequestHandler, connection: Connection, out: Path, *, notify: Notify) -> None:
+def take_part(site: Site, connection: Connection, out: Path, *, notify: Notify) -> None:
     """Reply to the server's requests until the site is finished; wait while there is no server.
 
     Raises ``RefusedError`` or ``UnusableError`` if another attempt does not help.
@@ -136,7 +125,7 @@ class _NewLines:
         self._last = ""
 
 
-def _reconnect(site: RequestHandler, connection: Connection, notify: Notify) -> None:
+def _reconnect(site: Site, connection: Connection, notify: Notify) -> None:
     """Connect again and again until the site is finished, after longer and longer pauses."""
     instance, pause = secrets.token_hex(16), _FIRST_PAUSE
     # a server repeats a request that this site refuses, also after a new connection
@@ -160,7 +149,7 @@ class _Stream:
 
     def __init__(
         self,
-        site: RequestHandler,
+        site: Site,
         connection: Connection,
         instance: str,
         notify: Notify,

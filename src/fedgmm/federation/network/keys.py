@@ -32,6 +32,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
+from fedgmm.federation.messages import Notify
 from fedgmm.files import private_folder
 
 _PRIVATE, _PUBLIC = ".key", ".pub"
@@ -140,16 +141,21 @@ def signer(path: Path) -> Callable[[bytes], bytes]:
 
 def verifiers(folder: Path) -> dict[str, Callable[[bytes, bytes], bool]]:
     """Return checks of signatures by the sites whose public keys are in a folder."""
-    return {one.name: partial(_is_signed, one.pem.encode()) for one in read_public_keys(folder)}
+
+    def verify(pem: str, text: bytes, signature: bytes) -> bool:
+        r, s = (int.from_bytes(part, "big") for part in (signature[:48], signature[48:]))
+        return is_signed(pem, text, encode_dss_signature(r, s))
+
+    return {one.name: partial(verify, one.pem) for one in read_public_keys(folder)}
 
 
-def _is_signed(pem: bytes, text: bytes, signature: bytes) -> bool:
-    key = load_pem_public_key(pem)
-    assert isinstance(key, ec.EllipticCurvePublicKey)
-    r, s = (int.from_bytes(part, "big") for part in (signature[:48], signature[48:]))
+def is_signed(pem: str, text: bytes, signature: bytes) -> bool:
+    """Return whether a signature of a text, in the form of ECDSA, belongs to a public key in PEM."""
     try:
-        key.verify(encode_dss_signature(r, s), text, ec.ECDSA(SHA384()))
-    except InvalidSignature:
+        key = load_pem_public_key(pem.encode())
+        assert isinstance(key, ec.EllipticCurvePublicKey)
+        key.verify(signature, text, ec.ECDSA(SHA384()))
+    except (AssertionError, InvalidSignature, ValueError):
         return False
     return True
 
@@ -185,7 +191,7 @@ class AcceptedKeys:
         names: name of the site of each accepted key.
     """
 
-    def __init__(self, folder: Path, notify: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, folder: Path, notify: Notify = lambda _: None) -> None:
         self._folder, self._notify = folder, notify
         self._seen: object = _folder_state(folder)
         self._next_check = 0.0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedgmm.federation.messages import Notify
 from fedgmm.federation.network.certificates import Tls, check_tls
 from fedgmm.federation.network.keys import AcceptedKeys
 from fedgmm.federation.server import run_or_serve
@@ -15,8 +15,6 @@ from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.files import private_folder
 from fedgmm.runs.config import SERVER, read_config
 from fedgmm.wording import counted
-
-Notify = Callable[[str], None]
 
 _PATHS = ("tls_cert", "tls_key", "tls_ca", "keys")
 

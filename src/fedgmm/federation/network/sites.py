@@ -13,19 +13,20 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fedgmm.federation.messages import (
-    GREETINGS,
     LARGEST_MESSAGE,
     PROTOCOL,
     Failure,
     Message,
     MessageError,
+    Notify,
     Reply,
     checked_reply,
+    limits_of,
 )
 from fedgmm.federation.network.certificates import Tls, covers
 from fedgmm.federation.network.keys import AcceptedKeys
@@ -37,7 +38,7 @@ from fedgmm.federation.network.stream import (
     SERVICE,
     Assembler,
     greeting,
-    is_signed,
+    is_proven,
     pieces,
     read_greeting,
 )
@@ -46,7 +47,6 @@ from fedgmm.federation.settings import FederationError
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # a failed handshake would write a line to stderr
 import grpc
 
-_GREETING_TIMEOUT = 5.0  # seconds for greetings that are sent together with other requests
 _PROOF_TIMEOUT = 10.0  # seconds in which a new connection must prove its key
 _PIECE_TIMEOUT = 30.0  # seconds until the next piece of a message
 _SLOWEST = 256 * 1024  # bytes per second that a site must send at least
@@ -108,7 +108,7 @@ class NetworkSites:
         *,
         names: tuple[str, ...] = (),
         limit_bytes: int = LARGEST_MESSAGE,
-        notify: Callable[[str], None] = lambda _: None,
+        notify: Notify = lambda _: None,
     ) -> None:
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._tls, self._keys, self._names = tls, keys, names
@@ -184,12 +184,10 @@ class NetworkSites:
         """Send each site its request, and yield the replies as they arrive, until the deadline."""
         self._exchange += 1
         number, started = self._exchange, time.monotonic()
-        waiting = dict.fromkeys(requests)
-        working = {node for node, one in requests.items() if one.kind not in GREETINGS}
-        soon = min(timeout, _GREETING_TIMEOUT) if working else timeout
+        waiting = limits_of(requests, timeout)
         self._loop.call_soon_threadsafe(self._post, number, dict(requests))
         while waiting:
-            end = started + (timeout if working.intersection(waiting) else soon)
+            end = started + max(waiting.values())
             try:
                 node, own, reply, large = self._replies.get(
                     timeout=max(end - time.monotonic(), 1e-3)
@@ -206,8 +204,7 @@ class NetworkSites:
                 del reply
                 if large:  # it has been used, so another one may be received
                     self._loop.call_soon_threadsafe(self._large.release)
-        for node in waiting:
-            limit = timeout if node in working else soon
+        for node, limit in waiting.items():
             yield node, Failure(f"no reply within {limit:g} s", self._registered(node))
 
     def _registered(self, node: str) -> str | None:
@@ -256,7 +253,6 @@ class NetworkSites:
         self._here = tuple(sorted(self._lines))
         writer = asyncio.ensure_future(self._write(line, context))
         try:
-            await context.write(greeting(welcome=True))
             await self._read(line, context)
         except (asyncio.CancelledError, grpc.RpcError, grpc.aio.AioRpcError):
             pass  # the connection is lost, or another one replaces it
@@ -300,7 +296,7 @@ class NetworkSites:
             )
         assert name is not None
         host = facts.get("host")
-        if not is_signed(facts, challenge) or not covers(self._names, str(host)):
+        if not is_proven(facts, challenge) or not covers(self._names, str(host)):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the proof of the key is wrong")
         return name, key, instance
 
@@ -320,7 +316,9 @@ class NetworkSites:
         older.task.cancel()
 
     async def _write(self, line: _Line, context: Any) -> None:
+        """Welcome a site and send its requests; gRPC allows one write of a stream at a time."""
         with contextlib.suppress(grpc.RpcError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await context.write(greeting(welcome=True))
             while True:
                 await line.wake.wait()
                 line.wake.clear()

@@ -14,12 +14,11 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
 from fedgmm.federation.messages import Message, MessageError, layout_text, message_from
+from fedgmm.federation.network.keys import is_signed
 
 SERVICE = "fedgmm.Federation"
 METHOD = "Connect"
@@ -48,7 +47,7 @@ COMMON_OPTIONS: list[tuple[str, int]] = [
 
 def pieces(message: Message, number: int) -> Iterator[bytes]:
     """Yield a checked message of exchange ``number`` in pieces, without a copy of all its bytes."""
-    texts = [message.kind.encode(), message.facts_text().encode(), layout_text(message).encode()]
+    texts = [message.kind.encode(), message.facts_text.encode(), layout_text(message).encode()]
     buffers = [array.data.cast("B") for array in message.arrays.values() if array.size]
     head = _LENGTHS.pack(*map(len, texts)) + b"".join(texts)
     size = len(head) + sum(len(one) for one in buffers)
@@ -154,18 +153,16 @@ def sign(key: ec.EllipticCurvePrivateKey, challenge: str, host: str) -> str:
     return key.sign(_statement(challenge, host), ec.ECDSA(hashes.SHA384())).hex()
 
 
-def is_signed(facts: Mapping[str, Any], challenge: str) -> bool:
+def is_proven(facts: Mapping[str, Any], challenge: str) -> bool:
     """Return whether a site's proof belongs to the public key and the host that it names."""
     pem, host, proof = (facts.get(name) for name in ("key", "host", "proof"))
     if not (isinstance(pem, str) and isinstance(host, str) and isinstance(proof, str)):
         return False
     try:
-        key = load_pem_public_key(pem.encode())
-        assert isinstance(key, ec.EllipticCurvePublicKey)
-        key.verify(bytes.fromhex(proof), _statement(challenge, host), ec.ECDSA(hashes.SHA384()))
-    except (AssertionError, InvalidSignature, ValueError):
+        signature = bytes.fromhex(proof)
+    except ValueError:
         return False
-    return True
+    return is_signed(pem, _statement(challenge, host), signature)
 
 
 def _statement(challenge: str, host: str) -> bytes:
