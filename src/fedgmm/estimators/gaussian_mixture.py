@@ -36,7 +36,6 @@ from fedgmm.core.gaussians import (
     log_densities,
     residuals,
 )
-from fedgmm.core.initialise import STARTS
 from fedgmm.core.streaming import Block, accumulate, threads
 from fedgmm.data.dataset import labelled_without_labels
 from fedgmm.data.federated import ClientRows
@@ -62,6 +61,7 @@ from fedgmm.estimators.base import (
     thread_count,
 )
 from fedgmm.methods.base import DENSITY, RoundInfo
+from fedgmm.methods.centroids import STARTS
 from fedgmm.methods.gmm import FederatedGMM, GivenStart, MixtureShared
 from fedgmm.nets.devices import resolve_device, resolve_dtype
 from fedgmm.privacy.settings import Privacy

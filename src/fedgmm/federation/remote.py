@@ -19,13 +19,6 @@ import torch
 from torch import Tensor
 
 from fedgmm.core.gaussians import Gaussians
-from fedgmm.core.initialise import (
-    FEWEST_ROWS_SENT,
-    Centroids,
-    grid_points,
-    grid_size,
-    leading_directions,
-)
 from fedgmm.core.params import Params
 from fedgmm.core.pca import PCA, FeatureMoments, fit_pca
 from fedgmm.core.randomness import client_keys
@@ -47,7 +40,14 @@ from fedgmm.federation.wire import (
     put_personal,
 )
 from fedgmm.methods.base import DENSITY, AnyMethod, DivergedError, RoundInfo
-from fedgmm.methods.centroids import start_sample
+from fedgmm.methods.centroids import (
+    FEWEST_ROWS_SENT,
+    Centroids,
+    grid_points,
+    grid_size,
+    leading_directions,
+    start_sample,
+)
 from fedgmm.methods.gmm import FARTHEST, Assignment, FederatedGMM, gaussian_of, moments_in
 from fedgmm.privacy.influence import Cohort, Medians, likely_scores, row_weights
 from fedgmm.training.checkpoint import Progress

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from fedgmm import __version__
 from fedgmm.core.gaussians import gaussians
-from fedgmm.core.initialise import MOST_DIRECTIONS
 from fedgmm.core.streaming import lanes_only
 from fedgmm.core.sums import Declaration, Sums, row_counts, withhold
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
@@ -61,7 +60,12 @@ from fedgmm.federation.wire import (
 )
 from fedgmm.files import sha256_of
 from fedgmm.methods.base import DENSITY, AnyMethod, DivergedError
-from fedgmm.methods.centroids import FEWEST_ROWS_A_CLUSTER, grid_counts, local_centroids
+from fedgmm.methods.centroids import (
+    FEWEST_ROWS_A_CLUSTER,
+    MOST_DIRECTIONS,
+    grid_counts,
+    local_centroids,
+)
 from fedgmm.methods.gmm import FederatedGMM, equal_covariances, sums_of_all
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.devices import resolve_device
