@@ -232,15 +232,6 @@ def test_convolve_equals_torch(size, stride, padding):
         torch.testing.assert_close(found[group].transpose(0, 1), expected)
 
 
-def test_dropout_of_the_cnn_is_active_in_training_only():
-    net = Convolutional(1, 8, 3, dropout=0.5)
-    params = {name: value[0] for name, value in drawn_params(net, 1, 1).items()}
-    images = torch.randn(6, 1, 8, 8, dtype=torch.float64)
-    without = net.stacked_logits(params, images)
-    assert torch.equal(without, net.stacked_logits(params, images))
-    assert not torch.equal(without, net.stacked_logits(params, images, training=True))
-
-
 def test_half_precision_products_return_logits_in_the_dtype_of_the_parameters():
     net = Convolutional(1, 8, 3, compute=torch.bfloat16)
     params = {name: value[0].float() for name, value in drawn_params(net, 1, 2).items()}

@@ -21,7 +21,7 @@ from fedgmm.core.checks import (
     check_choice,
     check_flag,
     check_integer,
-    check_non_negative,
+    check_number,
     given_array,
     inverse_of_precisions,
 )
@@ -354,7 +354,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
             check_integer(name, getattr(self, name), least)
         self._check_clients()
         for name in ("tol", "reg_covar"):
-            check_non_negative(name, getattr(self, name))
+            check_number(name, getattr(self, name), least=0)
         for name in ("shared_weights", "warm_start"):
             check_flag(name, getattr(self, name))
         check_choice("covariance_type", self.covariance_type, COVARIANCE_TYPES)

@@ -234,7 +234,7 @@ AnyMethod = SupervisedMethod[Any, Any]
 
 def learners_in(arrays: Mapping[str, Tensor]) -> Params:
     """Return the learners' parameters among named arrays."""
-    return {n.removeprefix(LEARNERS): v for n, v in arrays.items() if n.startswith(LEARNERS)}
+    return Sums(arrays).below(LEARNERS)
 
 
 def with_global_learner(net: Network, personal: Params, shared: Params) -> Prediction:

@@ -19,6 +19,7 @@ from fedgmm.core.params import (
     NOISE,
     Params,
     add_params,
+    count_learners,
     expand_clients,
     stack,
     take_clients,
@@ -99,9 +100,10 @@ class LocalTraining:
         if rows.device.type == "cpu":
             size = max(1, self.memory // copies)
         else:
-            learners = len(next(iter(params.values())))
             padded = padded_rows(self.sgd.batch_size, _ROWS_OF_A_PRODUCT)
-            batch = padded * learners * self.net.activations_per_row * self.dtype.itemsize
+            batch = (
+                padded * count_learners(params) * self.net.activations_per_row * self.dtype.itemsize
+            )
             size = max(1, accelerator_memory(rows.device) // (copies + batch))
             size = min(size, self.net.hints.max_clients or size)
         if self._in_lanes(rows):

@@ -15,7 +15,7 @@ from fedgmm.core.linalg import matmul, take
 from fedgmm.core.params import Params, is_statistic, take_clients
 from fedgmm.core.scratch import touched
 from fedgmm.nets.kernels.recording import recorder_of
-from fedgmm.nets.learners import class_margins, label_signs, likelihoods_of_logits, log_likelihoods
+from fedgmm.nets.learners import class_margins, label_signs, likelihoods_of_logits
 from fedgmm.nets.networks import Dense, Network, OfModules, as_numbers
 
 Rate = float | Tensor
@@ -350,10 +350,9 @@ def batch_loss(
     x, y, share = _batch(params, inputs, labels, weights, step)
     if isinstance(net, OfModules):
         logits, statistics = net.forward(params, x, True, step.counts, step.number)
-        likelihood = likelihoods_of_logits(logits, y)
     else:
-        likelihood, statistics = log_likelihoods(net, params, x, y, training=True), {}
-    return -(share * likelihood).sum(1), statistics
+        logits, statistics = net.logits(params, x, training=True), {}
+    return -(share * likelihoods_of_logits(logits, y)).sum(1), statistics
 
 
 def batch_gradients(
