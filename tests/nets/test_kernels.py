@@ -17,7 +17,7 @@ from fedgmm.core.params import is_statistic
 from fedgmm.nets import stacked
 from fedgmm.nets.convolutional import Convolutional
 from fedgmm.nets.kernels import fused as kernels
-from fedgmm.nets.sgd import SGD, plan_batches, train_local
+from fedgmm.nets.sgd import SGD, TrainingRows, plan_batches, train_local
 
 pytest.importorskip("triton")
 
@@ -280,10 +280,10 @@ def test_training_with_and_without_kernels(monkeypatch):
     plan = plan_batches(offsets, torch.arange(2).to(DEVICE), [order], 4, even=True)
     assert not all(step.full for step in plan.steps)
     start = {name: value.to(DEVICE) for name, value in start.items()}
-    outcome = []
+    rows, outcome = TrainingRows(inputs, labels, weights), []
     for fast in (False, True):
         monkeypatch.setattr(kernels, "usable", lambda _, fast=fast: fast)
-        after = train_local(net, start, inputs, labels, weights, plan, SGD(lr=0.05, momentum=0.9))
+        after = train_local(net, start, rows, plan, SGD(lr=0.05, momentum=0.9))
         logits = net.logits({name: value[0] for name, value in after.items()}, inputs)
         outcome.append(([after[name] - start[name] for name in start], logits))
     (plain, logits), (fast, fast_logits) = outcome

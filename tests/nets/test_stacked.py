@@ -17,7 +17,7 @@ from fedgmm.nets.backbones import (
 )
 from fedgmm.nets.convolutional import ConvNet
 from fedgmm.nets.networks import as_numbers, network
-from fedgmm.nets.sgd import SGD, plan_batches, train_local
+from fedgmm.nets.sgd import SGD, TrainingRows, plan_batches, train_local
 from fedgmm.nets.stacked import Stacked
 
 CLIENTS, LEARNERS, ROWS = 2, 2, 6
@@ -187,7 +187,7 @@ def test_local_training_equals_a_plain_loop():
     plan = plan_batches(offsets, torch.arange(2), [order, order], 3)
     start = {name: value.expand(2, 1, *value.shape).clone() for name, value in first.items()}
     options = SGD(lr=0.1, momentum=0.9, batch_size=3)
-    found = train_local(net, start, inputs, labels, weights, plan, options)
+    found = train_local(net, start, TrainingRows(inputs, labels, weights), plan, options)
     for client, (begin, end) in enumerate([(0, 7), (7, 11)]):
         module = Small().double().train()
         module.load_state_dict(first, strict=False)
@@ -289,7 +289,8 @@ def test_padding_next_to_a_single_row_stays_finite():
     params = {n: v.expand(2, 1, *v.shape) for n, v in net.initial(torch.Generator()).items()}
     inputs = torch.randn(6, 3, 1, 1, generator=torch.Generator().manual_seed(0))
     plan = plan_batches(torch.tensor([0, 5, 6]), torch.arange(2), [torch.arange(6)], 8)
-    found = train_local(net, params, inputs, torch.zeros(6).long(), None, plan, SGD(lr=0.1))
+    rows = TrainingRows(inputs, torch.zeros(6).long())
+    found = train_local(net, params, rows, plan, SGD(lr=0.1))
     assert all(bool(torch.isfinite(value).all()) for value in found.values())
 
 

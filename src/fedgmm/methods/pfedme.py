@@ -64,14 +64,12 @@ class PFedMe(OwnLearners[PFedMeShared, Params]):
             local, own = train_moreau(
                 training.net,
                 start,
-                rows.inputs,
-                rows.labels,
+                training.weighted(rows),
                 plan,
                 options,
                 self.penalty,
                 self.inner_steps,
                 inner_lr,
-                training.row_weights(rows),
             )
             check_finite(own, plan.clients, rows)
             check_finite(local, plan.clients, rows)
