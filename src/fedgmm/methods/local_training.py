@@ -109,9 +109,8 @@ class LocalTraining:
             size = max(1, self.memory // copies)
         else:
             padded = padded_rows(self.sgd.batch_size, _ROWS_OF_A_PRODUCT)
-            batch = (
-                padded * count_learners(params) * self.net.activations_per_row * self.dtype.itemsize
-            )
+            learners = count_learners(params)
+            batch = padded * learners * self.net.activations_per_row * self.dtype.itemsize
             size = max(1, accelerator_memory(rows.device) // (copies + batch))
             size = min(size, self.net.hints.max_clients or size)
         if self._in_lanes(rows):
