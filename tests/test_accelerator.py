@@ -245,15 +245,8 @@ def test_a_step_of_a_deep_network_equals_the_cpu():
         plan = sgd.plan_batches(
             offsets.to(device), clients.to(device), [order.to(device)], 64, even=True
         )
-        after = sgd.train_local(
-            net,
-            params,
-            inputs.to(device),
-            labels.to(device),
-            weights.to(device, dtype),
-            plan,
-            SGD(lr=0.05),
-        )
+        rows = sgd.TrainingRows(inputs.to(device), labels.to(device), weights.to(device, dtype))
+        after = sgd.train_local(net, params, rows, plan, SGD(lr=0.05))
         moves.append({name: (after[name] - params[name]).cpu() for name in after})
     for statistics, bound in ((False, 0.05), (True, 1e-4)):
         expected, found = (

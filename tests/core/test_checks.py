@@ -17,7 +17,6 @@ from fedgmm.core.checks import (
     check_flag,
     check_integer,
     check_known,
-    check_non_negative,
     check_number,
     given_array,
     integer,
@@ -41,13 +40,13 @@ def test_a_switch_may_be_an_integer_from_zero():
 
 @pytest.mark.parametrize("value", [0, 0.0, 1e-300, 3, np.float32(2)])
 def test_non_negative(value):
-    check_non_negative("tol", value)
+    check_number("tol", value, least=0)
 
 
 @pytest.mark.parametrize("value", [True, "1", None, 1j, [1]])
 def test_not_a_number(value):
     with pytest.raises(TypeError, match="tol must be a number"):
-        check_non_negative("tol", value)
+        check_number("tol", value, least=0)
 
 
 @pytest.mark.parametrize(

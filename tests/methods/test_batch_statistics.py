@@ -125,6 +125,11 @@ def test_clients_come_a_few_at_a_time(rows, monkeypatch, images):
         torch.testing.assert_close(found.learners[name], value, msg=name)
 
 
+def small_pictures(rng, count):
+    pictures = rng.integers(0, 256, size=(count, 3, 16, 16)).astype(np.uint8)
+    return FederatedDataset.from_arrays(pictures, np.arange(count) % 2, np.arange(count) % 2)
+
+
 def test_networks_without_statistics_stay(rows):
     net = Dense(64, 2)
     params = net.initial(torch.Generator().manual_seed(0))
@@ -136,9 +141,8 @@ def test_networks_without_statistics_stay(rows):
 @pytest.mark.parametrize("algorithm", ["fedem", "local", "fedavg+"])
 def test_a_trained_model_has_statistics_of_its_own_weights(rng, algorithm):
     """Training leaves those of the clients' weights on the way, which are others."""
-    pictures = rng.integers(0, 256, size=(60, 3, 32, 32)).astype(np.uint8)
-    data = FederatedDataset.from_arrays(pictures, np.arange(60) % 2, np.arange(60) % 2)
-    model = train(data, algorithm, learner="mobilenet", lr=0.01, rounds=2, learners=2)
+    data = small_pictures(rng, 30)
+    model = train(data, algorithm, learner="mobilenet", lr=0.01, rounds=1, learners=2)
     again = recompute_statistics(model.prediction, data.train)
     for name, value in model.prediction.learners.items():
         torch.testing.assert_close(again.learners[name], value, msg=name)
@@ -146,8 +150,7 @@ def test_a_trained_model_has_statistics_of_its_own_weights(rng, algorithm):
 
 @pytest.mark.usefixtures("thin_mobilenet")
 def test_rounds_are_watched_with_the_statistics_that_their_model_would_have(rng):
-    pictures = rng.integers(0, 256, size=(60, 3, 32, 32)).astype(np.uint8)
-    data = FederatedDataset.from_arrays(pictures, np.arange(60) % 2, np.arange(60) % 2)
+    data = small_pictures(rng, 30)
     options = {"learner": "mobilenet", "lr": 0.05, "server": "momentum", "patience": 3}
     model = train(data, "fedavg", rounds=3, watch_accuracy=True, **options)
     found = model.evaluate("validation")
@@ -164,8 +167,7 @@ def test_whoever_interrupts_waits_for_no_statistics(rng, monkeypatch):
     monkeypatch.setattr(
         "fedgmm.training.local.recompute_statistics", lambda *_: pytest.fail("waits")
     )
-    pictures = rng.integers(0, 256, size=(20, 3, 32, 32)).astype(np.uint8)
-    data = FederatedDataset.from_arrays(pictures, np.arange(20) % 2, np.arange(20) % 2)
+    data = small_pictures(rng, 20)
     with pytest.warns(RuntimeWarning, match="interrupted"):
         train(data, "fedavg", learner="mobilenet", rounds=3, on_round=[interrupt])
 
@@ -176,8 +178,7 @@ def test_ctrl_c_while_statistics_are_taken_loses_nothing(rng, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("fedgmm.training.local.recompute_statistics", interrupt)
-    pictures = rng.integers(0, 256, size=(20, 3, 32, 32)).astype(np.uint8)
-    data = FederatedDataset.from_arrays(pictures, np.arange(20) % 2, np.arange(20) % 2)
+    data = small_pictures(rng, 20)
     with pytest.warns(RuntimeWarning, match="interrupted"):
         model = train(data, "fedavg", learner="mobilenet", rounds=1)
     assert model.stopped == "interrupted"
@@ -187,8 +188,7 @@ def test_ctrl_c_while_statistics_are_taken_loses_nothing(rng, monkeypatch):
 @pytest.mark.usefixtures("thin_mobilenet")
 def test_the_random_numbers_of_the_program_are_left_alone(rng):
     """MobileNet-V2 has dropout, which draws some."""
-    pictures = rng.integers(0, 256, size=(20, 3, 32, 32)).astype(np.uint8)
-    data = FederatedDataset.from_arrays(pictures, np.arange(20) % 2, np.arange(20) % 2)
+    data = small_pictures(rng, 20)
     before = torch.get_rng_state()
     train(data, "fedavg", learner="mobilenet", rounds=1)
     assert torch.equal(torch.get_rng_state(), before)
@@ -218,8 +218,7 @@ def test_ctrl_c_while_labels_are_counted_keeps_the_model(rng, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(FederatedModel, "learn_labels", interrupt)
-    pictures = rng.integers(0, 256, size=(20, 3, 32, 32)).astype(np.uint8)
-    data = FederatedDataset.from_arrays(pictures, np.arange(20) % 2, np.arange(20) % 2)
+    data = small_pictures(rng, 20)
     options = {"learner": "mobilenet", "rounds": 1, "personal_labels": True}
     with pytest.warns(RuntimeWarning, match="interrupted"):
         model = train(data, "fedavg", **options)

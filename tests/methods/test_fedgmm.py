@@ -155,7 +155,7 @@ def by_the_paper(rows, shared, personal, widths, kind, aggregation):
 @pytest.mark.parametrize(("classes", "hidden"), [(2, ()), (4, (5,))], ids=["linear", "mlp"])
 @pytest.mark.parametrize("aggregation", ["exact", "paper"])
 def test_a_round_is_the_paper_s_algorithm(rng, small_blocks, kind, classes, hidden, aggregation):
-    data = federation(rng, sizes=(3, 60, 17, 26, 1), columns=COLUMNS, classes=classes)
+    data = federation(rng, sizes=(3, 30, 12, 1), columns=COLUMNS, classes=classes)
     rows, net = data.train, Dense(COLUMNS, classes, hidden)
     algorithm = method(net, gaussians=FederatedGMM(M1, kind, aggregation, reg_covar=1e-3))
     shared, personal = state(rng, net, len(rows.names), kind)

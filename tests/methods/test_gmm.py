@@ -85,6 +85,14 @@ def test_clients_of_one_row_send_nothing(rng):
     assert_close(sorted_rows(sent.points), sorted_rows(alone.points), 1e-12)
 
 
+def test_every_local_cluster_can_have_two_rows():
+    """More clusters than pairs of rows would leave single rows, which stay at home."""
+    pairs = np.array([[0.0], [1.0], [50.0], [51.0]])
+    sent = local_centroids(rows_of({"a": pairs}), 4, seed=0)
+    assert sorted(sent.points[:, 0]) == [0.5, 50.5]
+    assert sent.counts.tolist() == [2.0, 2.0]
+
+
 def test_no_client_sees_another(rng):
     clients = {f"c{k}": rng.normal(size=(n, 3)) for k, n in enumerate((5, 30, 12, 2))}
     together = local_centroids(rows_of(clients), 3, seed=5)

@@ -14,7 +14,7 @@ from torch import nn
 from fedgmm.core.params import is_statistic, stack
 from fedgmm.nets.modules import ModuleNetwork
 from fedgmm.nets.networks import network
-from fedgmm.nets.sgd import SGD, Step, batch_gradients, plan_batches, train_local
+from fedgmm.nets.sgd import SGD, Step, TrainingRows, batch_gradients, plan_batches, train_local
 
 STEPS, COLUMNS, CLASSES = 4, 3, 3
 
@@ -191,7 +191,7 @@ def test_vmap_and_the_loop_agree(kind, dtype, tolerance):
         net = net_of(kind)
         net._reasons.update({True: reason, False: reason})
         params = drawn(net, 2, 2, dtype)
-        gradients, _ = batch_gradients(net, params, rows, labels, weights, step)
+        gradients, _ = batch_gradients(net, params, TrainingRows(rows, labels, weights), step)
         logits = net.logits(params, rows[:8].reshape(2, 4, STEPS, COLUMNS), training=True)
         results.append({**gradients, "logits": logits})
     for name, value in results[0].items():
@@ -211,7 +211,7 @@ def test_training_is_that_of_torch(kind):
     params = drawn(net, 3, 1)
     start = {name: value[plan.clients] for name, value in params.items()}
     with quiet(kind):
-        found = train_local(net, start, rows, labels, None, plan, options)
+        found = train_local(net, start, TrainingRows(rows, labels), plan, options)
     for place, client in enumerate(plan.clients.tolist()):
         if kind == "normalised" and sizes[client] == 1:
             continue  # torch refuses to normalise one row
@@ -246,7 +246,9 @@ def test_padding_does_not_reach_the_statistics_of_a_batch():
         labels = torch.arange(9) % CLASSES
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            results.append(batch_gradients(net, drawn(net, 1, 1), values, labels, None, step))
+            results.append(
+                batch_gradients(net, drawn(net, 1, 1), TrainingRows(values, labels), step)
+            )
     for one, same in zip(*results, strict=True):
         for name, value in one.items():
             assert torch.equal(value, same[name])

@@ -217,7 +217,7 @@ SHAPES = [((3, 3), (1, 1), (1, 1)), ((3, 3), (2, 2), (1, 1)), ((5, 2), (1, 2), (
 
 @pytest.mark.parametrize(("size", "stride", "padding"), SHAPES, ids=str)
 def test_backward_pass_of_patches_is_the_derivative(size, stride, padding):
-    images = torch.randn(2, 2, 1, 6, 5, dtype=torch.float64, requires_grad=True)
+    images = torch.randn(1, 2, 1, 5, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: patches(x, size, stride, padding), (images,))
 
 
@@ -230,15 +230,6 @@ def test_convolve_equals_torch(size, stride, padding):
         own = images[group].transpose(0, 1)
         expected = torch.nn.functional.conv2d(own, weight[group], None, stride, padding)
         torch.testing.assert_close(found[group].transpose(0, 1), expected)
-
-
-def test_dropout_of_the_cnn_is_active_in_training_only():
-    net = Convolutional(1, 8, 3, dropout=0.5)
-    params = {name: value[0] for name, value in drawn_params(net, 1, 1).items()}
-    images = torch.randn(6, 1, 8, 8, dtype=torch.float64)
-    without = net.stacked_logits(params, images)
-    assert torch.equal(without, net.stacked_logits(params, images))
-    assert not torch.equal(without, net.stacked_logits(params, images, training=True))
 
 
 def test_half_precision_products_return_logits_in_the_dtype_of_the_parameters():

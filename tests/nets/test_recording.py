@@ -15,7 +15,7 @@ from fedgmm.nets import sgd
 from fedgmm.nets.kernels import recording
 from fedgmm.nets.kernels.recording import Recorder, _Recording, forget_recordings, recorder_of
 from fedgmm.nets.networks import Dense
-from fedgmm.nets.sgd import SGD, plan_batches, train_local, train_moreau
+from fedgmm.nets.sgd import SGD, TrainingRows, plan_batches, train_local, train_moreau
 from small_learners import SIZES, drawn, rows, shuffles
 
 
@@ -121,7 +121,8 @@ def local_rounds(net, rng, **options):
     start = expand_clients(drawn(net, 2), 4)
     anchor = {name: value + 0.1 for name, value in start.items()}
     common = SGD(batch_size=4, **options)
-    return lambda rate: [train_local(net, start, x, y, w, plan, replace(common, lr=rate), anchor)]
+    own = TrainingRows(x, y, w)
+    return lambda rate: [train_local(net, start, own, plan, replace(common, lr=rate), anchor)]
 
 
 def moreau_rounds(net, rng, **options):
@@ -131,7 +132,7 @@ def moreau_rounds(net, rng, **options):
     start = expand_clients(drawn(net, 1), 4)
     common = SGD(**options)
     return lambda rate: train_moreau(
-        net, start, x, y, plan, replace(common, lr=rate), 2.0, 3, rate / 2
+        net, start, TrainingRows(x, y), plan, replace(common, lr=rate), 2.0, 3, rate / 2
     )
 
 

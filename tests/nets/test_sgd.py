@@ -18,6 +18,7 @@ from fedgmm.nets.networks import Dense, network
 from fedgmm.nets.sgd import (
     MARGIN,
     SGD,
+    TrainingRows,
     batch_loss,
     crop_and_flip,
     plan_batches,
@@ -124,7 +125,7 @@ def stacked(x, y, w, offsets, orders, params, net, options):
     plan = plan_batches(offsets, clients, orders, options.batch_size)
     start = expand_clients(params, len(clients))
     anchor = start if options.proximal else None
-    trained = train_local(net, start, x, y, w, plan, options, anchor)
+    trained = train_local(net, start, TrainingRows(x, y, w), plan, options, anchor)
     return {
         (c, m): {name: value[place, m] for name, value in trained.items()}
         for place, c in enumerate(plan.clients.tolist())
@@ -306,7 +307,7 @@ def test_the_loss_of_a_batch_is_a_weighted_mean(rng):
     params = expand_clients(drawn(net, 2), 4)
     step = plan.steps[1]
     active = take_clients(params, slice(0, len(step.rows)))
-    losses, _ = batch_loss(net, active, x, y, w, step)
+    losses, _ = batch_loss(net, active, TrainingRows(x, y, w), step)
     for place, (numbers, mask) in enumerate(zip(step.rows, step.mask, strict=True)):
         own = numbers[mask]
         for m in range(2):
@@ -326,7 +327,7 @@ def moreau(rng, steps, **changes):
     plan = plan_batches(offsets, torch.arange(4), shuffles(rng, SIZES, 1), 1000)
     options = {"penalty": 2.0, "inner_steps": steps, "inner_lr": 0.1, **changes}
     start = expand_clients(drawn(net, 1), 4)
-    local, personal = train_moreau(net, start, x, y, plan, SGD(lr=0.05), **options)
+    local, personal = train_moreau(net, start, TrainingRows(x, y), plan, SGD(lr=0.05), **options)
     return x, y, offsets, plan, start, local, personal
 
 
@@ -367,7 +368,9 @@ def test_several_batches_equal_a_plain_loop(rng, clip_norm):
     plan = plan_batches(offsets, torch.arange(4), orders, 4)
     start = drawn(net, 1)
     options = SGD(lr=0.1, batch_size=4, clip_norm=clip_norm)
-    local, personal = train_moreau(net, expand_clients(start, 4), x, y, plan, options, 3.0, 4, 0.07)
+    local, personal = train_moreau(
+        net, expand_clients(start, 4), TrainingRows(x, y), plan, options, 3.0, 4, 0.07
+    )
     for place, c in enumerate(plan.clients.tolist()):
         first, last = int(offsets[c]), int(offsets[c + 1])
         w, theta = module_of((3, 2)), module_of((3, 2))

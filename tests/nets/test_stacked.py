@@ -17,7 +17,7 @@ from fedgmm.nets.backbones import (
 )
 from fedgmm.nets.convolutional import ConvNet
 from fedgmm.nets.networks import as_numbers, network
-from fedgmm.nets.sgd import SGD, plan_batches, train_local
+from fedgmm.nets.sgd import SGD, TrainingRows, plan_batches, train_local
 from fedgmm.nets.stacked import Stacked
 
 CLIENTS, LEARNERS, ROWS = 2, 2, 6
@@ -66,7 +66,7 @@ class SmallResNet(nn.Module):
 
 MODULES = {
     "small": (Small, (3, 8, 8)),
-    "mobilenet": (partial(MobileNetV2, 5, width=0.25, dropout=0.0), (3, 32, 32)),
+    "mobilenet": (partial(MobileNetV2, 5, width=0.1, dropout=0.0), (3, 16, 16)),
     "resnet": (SmallResNet, (3, 16, 16)),
     "cnn": (partial(ConvNet, 1, 8, 5), (1, 8, 8)),
 }
@@ -102,17 +102,27 @@ def module_of(net, params, client, learner, training, number=1):
     return module.train(training)
 
 
-@pytest.mark.parametrize(
-    ("row_counts", "number", "training"),
-    [
-        pytest.param(None, 1, False, id="all rows-evaluation"),
-        pytest.param(None, 1, True, id="all rows-training"),
-        pytest.param([6, 4], 3, False, id="padding-evaluation"),
-        pytest.param([6, 4], 3, True, id="padding-training"),
+def every_batch():
+    """Every module with every kind of batch; the largest one quickly with two of them only."""
+    kinds = {
+        "all rows-evaluation": (None, 1, False),
+        "all rows-training": (None, 1, True),
+        "padding-evaluation": ([6, 4], 3, False),
+        "padding-training": ([6, 4], 3, True),
         # evaluation has no momentum, which depends on the number of the batch
-        pytest.param([6, 4], 30, False, id="late-evaluation", marks=pytest.mark.slow),
-        pytest.param([6, 4], 30, True, id="late-training"),
-    ],
+        "late-evaluation": ([6, 4], 30, False),
+        "late-training": ([6, 4], 30, True),
+    }
+    for name in MODULES:
+        quick = {"all rows-evaluation", "padding-training"}
+        quick = quick if name == "mobilenet" else kinds.keys() - {"late-evaluation"}
+        for kind, values in kinds.items():
+            marks = [] if kind in quick else pytest.mark.slow
+            yield pytest.param(name, *values, id=f"{name}-{kind}", marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("case", "row_counts", "number", "training"), list(every_batch()), indirect=["case"]
 )
 def test_logits_gradients_and_statistics_equal_the_module(case, row_counts, number, training):
     net, params, images = case
@@ -138,8 +148,9 @@ def test_logits_gradients_and_statistics_equal_the_module(case, row_counts, numb
             for name, gradient in zip(names, own, strict=True):
                 ours = gradients[trained.index(name)][client, learner]
                 assert float((ours - gradient).abs().max()) < 1e-7 * scale, name
+            state = module.state_dict()
             for name, value in statistics.items():
-                torch.testing.assert_close(value[client, learner], module.state_dict()[name])
+                torch.testing.assert_close(value[client, learner], state[name])
     has_statistics = any(is_statistic(name) for name in params)
     assert bool(statistics) == (training and has_statistics)
 
@@ -176,7 +187,7 @@ def test_local_training_equals_a_plain_loop():
     plan = plan_batches(offsets, torch.arange(2), [order, order], 3)
     start = {name: value.expand(2, 1, *value.shape).clone() for name, value in first.items()}
     options = SGD(lr=0.1, momentum=0.9, batch_size=3)
-    found = train_local(net, start, inputs, labels, weights, plan, options)
+    found = train_local(net, start, TrainingRows(inputs, labels, weights), plan, options)
     for client, (begin, end) in enumerate([(0, 7), (7, 11)]):
         module = Small().double().train()
         module.load_state_dict(first, strict=False)
@@ -192,8 +203,9 @@ def test_local_training_equals_a_plain_loop():
                 optimiser.zero_grad()
                 (share * loss).sum().backward()
                 optimiser.step()
+        state = module.state_dict()
         for name, value in found.items():
-            torch.testing.assert_close(value[client, 0], module.state_dict()[name])
+            torch.testing.assert_close(value[client, 0], state[name])
 
 
 class Unsupported(nn.Module):
@@ -277,7 +289,8 @@ def test_padding_next_to_a_single_row_stays_finite():
     params = {n: v.expand(2, 1, *v.shape) for n, v in net.initial(torch.Generator()).items()}
     inputs = torch.randn(6, 3, 1, 1, generator=torch.Generator().manual_seed(0))
     plan = plan_batches(torch.tensor([0, 5, 6]), torch.arange(2), [torch.arange(6)], 8)
-    found = train_local(net, params, inputs, torch.zeros(6).long(), None, plan, SGD(lr=0.1))
+    rows = TrainingRows(inputs, torch.zeros(6).long())
+    found = train_local(net, params, rows, plan, SGD(lr=0.1))
     assert all(bool(torch.isfinite(value).all()) for value in found.values())
 
 

@@ -62,11 +62,6 @@ def check_number(
     raise ValueError(f"{name} must be {' and '.join(words)}, got {value!r}.")
 
 
-def check_non_negative(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a finite number that is not negative."""
-    check_number(name, value, least=0)
-
-
 def check_flag(name: str, value: Any) -> None:
     """Raise unless ``value`` is true or false."""
     if not isinstance(value, (bool, np.bool_)):

@@ -21,7 +21,7 @@ from fedgmm.core.checks import (
     check_choice,
     check_flag,
     check_integer,
-    check_non_negative,
+    check_number,
     given_array,
     inverse_of_precisions,
 )
@@ -36,7 +36,6 @@ from fedgmm.core.gaussians import (
     log_densities,
     residuals,
 )
-from fedgmm.core.initialise import STARTS
 from fedgmm.core.streaming import Block, accumulate, threads
 from fedgmm.data.dataset import labelled_without_labels
 from fedgmm.data.federated import ClientRows
@@ -61,6 +60,7 @@ from fedgmm.estimators.base import (
     thread_count,
 )
 from fedgmm.methods.base import DENSITY, RoundInfo
+from fedgmm.methods.centroids import STARTS
 from fedgmm.methods.gmm import FederatedGMM, GivenStart, MixtureShared
 from fedgmm.nets.devices import resolve_device, resolve_dtype
 from fedgmm.privacy.settings import Privacy
@@ -353,7 +353,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
             check_integer(name, getattr(self, name), least)
         self._check_clients()
         for name in ("tol", "reg_covar"):
-            check_non_negative(name, getattr(self, name))
+            check_number(name, getattr(self, name), least=0)
         for name in ("shared_weights", "warm_start"):
             check_flag(name, getattr(self, name))
         check_choice("covariance_type", self.covariance_type, COVARIANCE_TYPES)

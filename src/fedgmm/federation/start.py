@@ -17,14 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgmm.core.gaussians import CovarianceType, Gaussians, gaussians
-from fedgmm.core.initialise import (
-    FEWEST_ROWS_SENT,
-    MOST_DIRECTIONS,
-    Centroids,
-    grid_points,
-    grid_size,
-    leading_directions,
-)
 from fedgmm.core.randomness import client_keys
 from fedgmm.core.sums import Declaration, Sums, row_counts
 from fedgmm.data.dataset import LabelledRows
@@ -33,7 +25,13 @@ from fedgmm.federation.messages import Message, MessageError
 from fedgmm.federation.wire import Arrays, WireError, as_array, as_tensor
 from fedgmm.methods.centroids import (
     FEWEST_ROWS_A_CLUSTER,
+    FEWEST_ROWS_SENT,
+    MOST_DIRECTIONS,
+    Centroids,
     grid_counts,
+    grid_points,
+    grid_size,
+    leading_directions,
     local_centroids,
     start_sample,
 )

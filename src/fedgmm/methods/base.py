@@ -11,14 +11,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from fedgmm.core.gaussians import Gaussians
 from fedgmm.core.labels import LabelFrequencies
-from fedgmm.core.params import NOISE, Params
+from fedgmm.core.params import NOISE, Params, count_learners
 from fedgmm.core.sums import Declaration, Sum, Sums, check_sums
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.nets.networks import Network
@@ -86,11 +86,13 @@ class DivergedError(ArithmeticError):
 class Method(Protocol[Shared, Personal, Data]):
     """The two steps of a round."""
 
+    @abstractmethod
     def client_step(
         self, shared: Shared, personal: Personal, rows: Data, round_number: int = 1
     ) -> tuple[Personal, Sums]:
         """Run a round on the clients in ``rows``; return their personal parts and their sums."""
 
+    @abstractmethod
     def server_step(
         self, shared: Shared, sums: Sums, round_number: int = 1
     ) -> tuple[Shared, RoundInfo]:
@@ -123,7 +125,7 @@ class Prediction:
     prior_rows: float | None = None
 
 
-class SupervisedMethod(ABC, Generic[Shared, Personal]):
+class SupervisedMethod(Method[Shared, Personal, LabelledRows], ABC):
     """A method that learns labels."""
 
     training: LocalTraining  # local training of the learners
@@ -141,18 +143,6 @@ class SupervisedMethod(ABC, Generic[Shared, Personal]):
     @abstractmethod
     def init(self, rows: LabelledRows, learner: Params | None = None) -> tuple[Shared, Personal]:
         """Return the start; ``learner`` is a trained one to start from, ``(...)``."""
-
-    @abstractmethod
-    def client_step(
-        self, shared: Shared, personal: Personal, rows: LabelledRows, round_number: int = 1
-    ) -> tuple[Personal, Sums]:
-        """Run a round on the clients in ``rows``; return their personal parts and their sums."""
-
-    @abstractmethod
-    def server_step(
-        self, shared: Shared, sums: Sums, round_number: int = 1
-    ) -> tuple[Shared, RoundInfo]:
-        """Return the new shared part from the sums over clients."""
 
     @abstractmethod
     def newcomer(self, shared: Shared, learner: Params | None = None) -> Personal:
@@ -244,12 +234,11 @@ AnyMethod = SupervisedMethod[Any, Any]
 
 def learners_in(arrays: Mapping[str, Tensor]) -> Params:
     """Return the learners' parameters among named arrays."""
-    return {n.removeprefix(LEARNERS): v for n, v in arrays.items() if n.startswith(LEARNERS)}
+    return Sums(arrays).below(LEARNERS)
 
 
 def with_global_learner(net: Network, personal: Params, shared: Params) -> Prediction:
     """Return each client's own learner ``(C, 1, ...)``, and the global one for rows without a client."""
-    clients = len(next(iter(personal.values())))
+    clients = count_learners(personal)
     learners = {name: torch.cat([value[:, 0], shared[name]]) for name, value in personal.items()}
-    assignment: Tensor = torch.arange(clients)
-    return Prediction(net, learners, assignment=assignment, default_learner=clients)
+    return Prediction(net, learners, assignment=torch.arange(clients), default_learner=clients)

@@ -69,6 +69,7 @@ LEARNER_STARTS: tuple[str, ...] = get_args(LearnerStart)
 Solver = Literal["sgd", "newton"]
 
 _TIE = 0.9  # share of a Gaussian's weight that a tied start gives to its own learner
+_PERTURBATION = 0.02  # size of a split, relative to each parameter tensor's spread
 _COUNTS = "learner_counts"
 _SMALLEST_CURVATURE = 1e-9  # well above the rounding errors of ``diag p - p pᵀ``
 
@@ -99,7 +100,6 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
     # least squares for numbers
     solver: Solver = "sgd"
     ridge: float = 1.0  # penalty of the exact steps
-    perturbation: float = 0.02  # size of the split, relative to each parameter tensor's spread
     # number of rows that a client's own shares of the learners count for within each Gaussian, see
     # :func:`fedgmm.core.em.towards_independence`
     independence: float = 0.0
@@ -152,7 +152,7 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
                 if is_statistic(name):
                     continue
                 noise = torch.randn(value.shape, generator=generator).to(value)
-                value.add_(self.perturbation * (value.std() + 1e-3) * noise)
+                value.add_(_PERTURBATION * (value.std() + 1e-3) * noise)
         return copies
 
     # ------------------------------------------------------------------ the two steps of a round

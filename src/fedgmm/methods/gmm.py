@@ -38,7 +38,6 @@ from fedgmm.core.gaussians import (
     residuals,
     weighted_moments,
 )
-from fedgmm.core.initialise import Centroids, Start, server_means
 from fedgmm.core.moments import scatter_around_means
 from fedgmm.core.randomness import row_uniforms
 from fedgmm.core.streaming import Block, accumulate
@@ -53,7 +52,7 @@ from fedgmm.core.sums import (
 )
 from fedgmm.data.federated import ClientRows
 from fedgmm.methods.base import RoundInfo
-from fedgmm.methods.centroids import local_centroids
+from fedgmm.methods.centroids import Centroids, Start, local_centroids, server_means
 
 Assign = Callable[[Tensor | None, Tensor, slice], tuple[Tensor, Tensor]]
 """Return responsibilities ``(n, M)`` and log-evidence ``(n,)`` of a block, given its residuals

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedgmm.core.params import Params, expand_clients, take_clients
+from fedgmm.core.params import Params, count_learners, expand_clients, take_clients
 from fedgmm.core.sums import Declaration, Sum, Sums, SumsError, row_counts
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import Personal, Prediction, RoundInfo, Shared, SupervisedMethod
@@ -103,8 +103,8 @@ class Local(OwnLearners[None, Params]):
     def prediction(self, shared: None, personal: Params) -> Prediction:
         """Return each client's own learner."""
         learners = {name: value[:, 0] for name, value in personal.items()}
-        clients = len(next(iter(learners.values())))
-        return Prediction(self.training.net, learners, assignment=torch.arange(clients))
+        assignment = torch.arange(count_learners(learners))
+        return Prediction(self.training.net, learners, assignment=assignment)
 
     def with_fewest_rows(self, rows: float) -> Local:
         """Return the method, whose sums run over all rows of a client."""

@@ -19,6 +19,7 @@ from fedgmm.core.params import (
     NOISE,
     Params,
     add_params,
+    count_learners,
     expand_clients,
     stack,
     take_clients,
@@ -30,7 +31,15 @@ from fedgmm.methods.base import LARGEST_WEIGHT, DivergedError
 from fedgmm.nets.devices import accelerator_memory, out_of_memory_reason, use_less_memory
 from fedgmm.nets.kernels.recording import forget_recordings
 from fedgmm.nets.networks import Network
-from fedgmm.nets.sgd import SGD, BatchPlan, noise_variances, padded_rows, plan_batches, train_local
+from fedgmm.nets.sgd import (
+    SGD,
+    BatchPlan,
+    TrainingRows,
+    noise_variances,
+    padded_rows,
+    plan_batches,
+    train_local,
+)
 from fedgmm.wording import counted
 
 Schedule = Literal["constant", "cooldown", "cosine", "sqrt"]
@@ -99,8 +108,8 @@ class LocalTraining:
         if rows.device.type == "cpu":
             size = max(1, self.memory // copies)
         else:
-            learners = len(next(iter(params.values())))
             padded = padded_rows(self.sgd.batch_size, _ROWS_OF_A_PRODUCT)
+            learners = count_learners(params)
             batch = padded * learners * self.net.activations_per_row * self.dtype.itemsize
             size = max(1, accelerator_memory(rows.device) // (copies + batch))
             size = min(size, self.net.hints.max_clients or size)
@@ -227,9 +236,14 @@ class LocalTraining:
         self.over_groups(rows, one, round_number, visit)
         return result
 
-    def row_weights(self, rows: LabelledRows) -> Tensor | None:
-        """Return the weights of the rows as those of one learner, ``(N, 1)``, if there are any."""
-        return None if rows.weights is None else rows.weights.to(self.dtype)[:, None]
+    def weighted(self, rows: LabelledRows, weights: Tensor | None = None) -> TrainingRows:
+        """Return rows with responsibilities times their own weights, ``(N, M)``.
+
+        ``None`` means the latter alone.
+        """
+        if weights is None and rows.weights is not None:
+            weights = rows.weights.to(self.dtype)[:, None]
+        return TrainingRows(rows.inputs, rows.labels, weights)
 
     def with_noise(
         self,
@@ -241,17 +255,14 @@ class LocalTraining:
     ) -> Params:
         """Return parameters with the ``σ²`` of their residuals; learners of classes do not change.
 
-        ``params`` are ``(A, M, ...)``, of ``A`` clients with these codes. ``weights`` are
-        responsibilities of the learners, ``(N, M)``; ``None`` means those of the rows. The
-        residuals are those of the learners ``at``, if given.
+        ``params`` are ``(A, M, ...)``, of ``A`` clients with these codes, and ``weights`` those of
+        :meth:`weighted`. The residuals are those of the learners ``at``, if given.
         """
         if self.net.classes:
             return params
         everything = torch.arange(len(rows), device=rows.device)
         plan = plan_batches(rows.offsets, clients, [everything], _ROWS_AT_ONCE)
-        if weights is None:
-            weights = self.row_weights(rows)
-        variances = noise_variances(self.net, at or params, rows.inputs, rows.labels, weights, plan)
+        variances = noise_variances(self.net, at or params, self.weighted(rows, weights), plan)
         return {**params, NOISE: variances.to(self.dtype)}
 
     def train(
@@ -263,14 +274,8 @@ class LocalTraining:
         options: SGD,
         anchor: Params | None = None,
     ) -> Params:
-        """Train by a plan of batches, and raise if the result is not finite.
-
-        ``weights`` are responsibilities times the rows' own weights; ``None`` means the latter alone.
-        """
-        weights = self.row_weights(rows) if weights is None else weights
-        trained = train_local(
-            self.net, start, rows.inputs, rows.labels, weights, plan, options, anchor
-        )
+        """Train by a plan of batches, and raise if the result is not finite."""
+        trained = train_local(self.net, start, self.weighted(rows, weights), plan, options, anchor)
         check_finite(trained, plan.clients, rows)
         return trained
 

@@ -35,8 +35,6 @@ class PFedMe(OwnLearners[PFedMeShared, Params]):
     training: LocalTraining  # local training; its ``lr`` is ``η`` of the local learners
     penalty: float = 15.0  # ``λ``, which ties a personal learner to the local one
     inner_steps: int = 5  # gradient steps towards the proximal point on each batch
-    # their size; ``None`` takes the largest that ``λ`` allows, up to the learning rate
-    inner_lr: float | None = None
     mixing: float = 1.0  # ``β``: the server moves to ``(1 - β) w + β · average``
     # further optimiser of the server
     server: ServerOptimiser = field(default_factory=ServerOptimiser)
@@ -55,7 +53,7 @@ class PFedMe(OwnLearners[PFedMeShared, Params]):
         training = self.training
         options = training.options(round_number)
         # gradient steps on f + λ/2 ‖·‖² are stable below 1 / (λ + curvature of f)
-        inner_lr = self.inner_lr or min(options.lr, 0.5 / self.penalty)
+        inner_lr = min(options.lr, 0.5 / self.penalty)
         counts = rows.features.weight_per_client.double()
         orders = training.orders(rows, round_number, options)
         moved = {name: value.clone() for name, value in personal.items()}
@@ -66,14 +64,12 @@ class PFedMe(OwnLearners[PFedMeShared, Params]):
             local, own = train_moreau(
                 training.net,
                 start,
-                rows.inputs,
-                rows.labels,
+                training.weighted(rows),
                 plan,
                 options,
                 self.penalty,
                 self.inner_steps,
                 inner_lr,
-                training.row_weights(rows),
             )
             check_finite(own, plan.clients, rows)
             check_finite(local, plan.clients, rows)

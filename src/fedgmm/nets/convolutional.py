@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, max_pool2d, pad, relu
+from torch.nn.functional import max_pool2d, pad, relu
 
 from fedgmm.core.params import Params
 from fedgmm.nets.kernels import fused as kernels
@@ -20,9 +20,9 @@ Pair = tuple[int, int]
 
 
 class ConvNet(nn.Module):
-    """Two convolutions (3×3, max pooling, dropout) and two dense layers, for small images."""
+    """Two convolutions (3×3, max pooling) and two dense layers, for small images."""
 
-    def __init__(self, channels: int, size: int, classes: int, dropout: float = 0.0) -> None:
+    def __init__(self, channels: int, size: int, classes: int) -> None:
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(channels, 32, 3, padding=1),
@@ -31,12 +31,11 @@ class ConvNet(nn.Module):
             nn.Conv2d(32, 64, 3, padding=1),
             nn.ReLU(),
             nn.MaxPool2d(2),
-            nn.Dropout(dropout),
         )
         self.classifier = nn.Sequential(
             nn.Linear(64 * (size // 4) ** 2, 128),
             nn.ReLU(),
-            nn.Dropout(dropout),
+            nn.Identity(),  # keeps the name of the next layer, which files of models have
             nn.Linear(128, classes),
         )
         # He's initialisation: with torch's default, signals shrink from layer to layer and the first
@@ -136,7 +135,6 @@ class Convolutional:
     channels: int  # channels of the images
     size: int  # height and width of the images
     classes: int
-    dropout: float = 0.0  # share of activations that are dropped in training
     # dtype of the products; ``None`` means the dtype of the parameters
     compute: torch.dtype | None = None
 
@@ -150,13 +148,13 @@ class Convolutional:
         """Size of the patches of the second convolution, its inputs and its outputs."""
         return 3 * 9 * 32 * (self.size // 2) ** 2
 
+    def module(self) -> ConvNet:
+        """Make one network of this kind."""
+        return ConvNet(self.channels, self.size, self.classes)
+
     @cached_property
     def _by_module(self) -> ModuleNetwork:
         return ModuleNetwork(self.module, self.input_shape, self.classes)
-
-    def module(self) -> ConvNet:
-        """Make one network of this kind."""
-        return ConvNet(self.channels, self.size, self.classes, self.dropout)
 
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -172,9 +170,9 @@ class Convolutional:
         """Return the logits ``(*C, n, M, K)``; on a CPU by torch's convolutions, which are faster there."""
         if inputs.device.type == "cpu":
             return self._by_module.logits(params, inputs, training)
-        return self.stacked_logits(params, inputs, training)
+        return self.stacked_logits(params, inputs)
 
-    def stacked_logits(self, params: Params, inputs: Tensor, training: bool = False) -> Tensor:
+    def stacked_logits(self, params: Params, inputs: Tensor) -> Tensor:
         """Return the logits ``(*C, n, M, K)`` by batched matrix products."""
         own = params["features.0.weight"]
         lead, learners = own.shape[:-5], own.shape[-5]
@@ -182,12 +180,12 @@ class Convolutional:
         stacked = {name: value.flatten(0, len(lead)).to(dtype) for name, value in params.items()}
         rows = inputs.shape[len(lead)]
         images = inputs.reshape(-1, rows, self.channels, self.size, self.size).to(dtype)
-        hidden = dropout(self._features(stacked, images), self.dropout, training)
+        hidden = self._features(stacked, images)
         for layer in ("classifier.0", "classifier.3"):
             bias, weight = stacked[f"{layer}.bias"].unsqueeze(1), stacked[f"{layer}.weight"]
             hidden = torch.baddbmm(bias, hidden, weight.mT)
             if layer == "classifier.0":
-                hidden = dropout(relu(hidden), self.dropout, training)
+                hidden = relu(hidden)
         logits = hidden.reshape(*lead, learners, rows, self.classes).transpose(-3, -2)
         return logits.to(own.dtype)
 

@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from fedgmm.core.gaussians import log_normal
 from fedgmm.core.linalg import matmul
-from fedgmm.core.params import Params
+from fedgmm.core.params import Params, count_learners
 from fedgmm.nets.networks import SMALLEST_VARIANCE, Dense, Network
 
 _MAX_ACTIVATIONS = 512 * 1024 * 1024  # of the rows that shared learners evaluate in one block
@@ -22,26 +22,23 @@ _LARGER_ON_ACCELERATORS = 4
 _TRAINING_FACTOR = 8  # training holds about this many times the activations of evaluation
 
 
-def log_likelihoods(
-    net: Network, params: Params, inputs: Tensor, labels: Tensor, training: bool = False
-) -> Tensor:
+def log_likelihoods(net: Network, params: Params, inputs: Tensor, labels: Tensor) -> Tensor:
     """Return ``log P_θm(y_i|x_i)`` of every learner, ``(*C, n, M)``.
 
     Parameters are ``(*C, M, ...)``, inputs ``(*C, n, *shape)``, labels (class indices or numbers)
-    ``(*C, n)``. ``training`` enables dropout. Shared learners are evaluated in blocks of rows that
-    fit in memory.
+    ``(*C, n)``. Shared learners are evaluated in blocks of rows that fit in memory.
     """
-    learners = len(next(iter(params.values())))
+    learners = count_learners(params)
     # activations_per_row is for training; evaluation needs a fraction of it
     most = _MAX_ACTIVATIONS * _TRAINING_FACTOR // (learners * net.activations_per_row)
     most *= 1 if inputs.device.type == "cpu" else _LARGER_ON_ACCELERATORS
-    if inputs.dim() == len(net.input_shape) + 1 and len(inputs) > most and not training:
+    if inputs.dim() == len(net.input_shape) + 1 and len(inputs) > most:
         size = max(1, most)
         parts = [slice(first, first + size) for first in range(0, len(inputs), size)]
         return torch.cat([log_likelihoods(net, params, inputs[p], labels[p]) for p in parts])
     if isinstance(net, Dense) and not net.hidden and net.classes == 2:
         return _of_margins(class_margins(params, inputs), labels)
-    return likelihoods_of_logits(net.logits(params, inputs, training), labels)
+    return likelihoods_of_logits(net.logits(params, inputs), labels)
 
 
 def likelihoods_of_logits(logits: Tensor, labels: Tensor) -> Tensor:

@@ -181,8 +181,8 @@ class ModuleNetwork(OfModules):
         params: Params,
         inputs: Tensor,
         training: bool,
-        counts: Tensor | None = None,
-        number: int = 1,
+        counts: Tensor | None,
+        number: int,
     ) -> tuple[Tensor, Params]:
         """Return the same as :meth:`forward`, for one client and learner after the other."""
         axes = inputs.dim() - len(self.input_shape) - 1
@@ -265,10 +265,6 @@ class ModuleNetwork(OfModules):
 
     # ------------------------------------------------------------------ trials
 
-    def _sample(self, *lead: int) -> Tensor:
-        sample = torch.rand(*lead, *self.input_shape, generator=torch.Generator().manual_seed(0))
-        return sample.long() if self.integer_inputs else sample
-
     @cached_property
     def _reasons(self) -> dict[bool, str | None]:
         return {}
@@ -295,12 +291,16 @@ class ModuleNetwork(OfModules):
             params = {n: v.expand(2, 2, *v.shape).clone() for n, v in one.items()}
             for value in params.values():
                 value.requires_grad_(training)
-            x = self._sample(2, 3)
+            generator = torch.Generator().manual_seed(0)
+            x = torch.rand(2, 3, *self.input_shape, generator=generator)
+            x = x.long() if self.integer_inputs else x
             other = x.clone()
             other[:, 1:] = 1
             try:
                 with torch.no_grad():
-                    plain, changed = (self._looped(params, one, False)[0] for one in (x, other))
+                    plain, changed = (
+                        self._looped(params, one, False, None, 1)[0] for one in (x, other)
+                    )
                     if not _close(plain[:, 0], changed[:, 0]):
                         return _MIXES
                 found = self._stacked(params, x, training)
@@ -373,7 +373,18 @@ class ModuleNetwork(OfModules):
                 with _trial():
                     out = functional_call(module, values, (rows.clone(),))
             except Exception as error:  # the module is the user's, so any error can come
-                raise self._unreadable(kind, rows, error) from error
+                reason, hint = str(error).split("\n")[0] or type(error).__name__, ""
+                if self.integer_inputs and isinstance(error, IndexError):
+                    hint = f" The rows hold integers from {int(rows.min())} to {int(rows.max())}."
+                elif not self.integer_inputs and any(part in reason for part in _LOOKUP):
+                    hint = (
+                        " If they are integers such as token ids, set integer_inputs = True on the "
+                        "module; if only some columns are, use standardise=False and convert them in "
+                        "the module."
+                    )
+                raise ValueError(
+                    f"{kind} cannot read rows of shape {self.input_shape}: {reason}.{hint}"
+                ) from error
         for name, value in self.constants.items():
             if value.is_floating_point() and not torch.equal(values[name], value):
                 raise ValueError(
@@ -381,19 +392,6 @@ class ModuleNetwork(OfModules):
                     "do that, because a change would have to be averaged over clients."
                 )
         return out
-
-    def _unreadable(self, kind: str, rows: Tensor, error: Exception) -> ValueError:
-        """Return an error that says what the module could not read."""
-        reason = str(error).split("\n")[0] or type(error).__name__
-        hint = ""
-        if self.integer_inputs and isinstance(error, IndexError):
-            hint = f" The rows hold integers from {int(rows.min())} to {int(rows.max())}."
-        elif not self.integer_inputs and any(part in reason for part in _LOOKUP):
-            hint = (
-                " If they are integers such as token ids, set integer_inputs = True on the module; "
-                "if only some columns are, use standardise=False and convert them in the module."
-            )
-        return ValueError(f"{kind} cannot read rows of shape {self.input_shape}: {reason}.{hint}")
 
 
 def seeded_module(factory: ModuleFactory, generator: torch.Generator) -> nn.Module:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from fedgmm.core.linalg import matmul, take
 from fedgmm.core.params import Params, is_statistic, take_clients
 from fedgmm.core.scratch import touched
 from fedgmm.nets.kernels.recording import recorder_of
-from fedgmm.nets.learners import class_margins, label_signs, likelihoods_of_logits, log_likelihoods
+from fedgmm.nets.learners import class_margins, label_signs, likelihoods_of_logits
 from fedgmm.nets.networks import Dense, Network, OfModules, as_numbers
 
 Rate = float | Tensor
@@ -41,6 +42,15 @@ class SGD:
     batch_size: int = 128  # rows per step
     epochs: int = 1  # passes over the client's rows
     augment: bool = False  # crop and flip images at random in every step
+
+
+class TrainingRows(NamedTuple):
+    """The rows of all clients, with the weight of each row in the loss of each learner."""
+
+    inputs: Tensor  # ``(N, *shape)``
+    labels: Tensor  # ``(N,)``
+    # ``(N, M)`` or ``(N, 1)``; fastest with rows last in memory. ``None`` means one.
+    weights: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -126,9 +136,7 @@ def padded_rows(rows: int, multiple: int) -> int:
 def train_local(
     net: Network,
     params: Params,
-    inputs: Tensor,
-    labels: Tensor,
-    weights: Tensor | None,
+    rows: TrainingRows,
     plan: BatchPlan,
     options: SGD,
     anchor: Params | None = None,
@@ -139,41 +147,37 @@ def train_local(
     the client's batch, so a learner with small responsibilities still makes full steps.
 
     Parameters, the ``anchor`` of the proximal term and the result are ``(C, M, ...)`` in the plan's
-    order of clients; inputs are ``(N, *shape)`` and labels ``(N,)``. The responsibilities
-    ``weights``, ``(N, M)``, are fastest with rows last in memory; ``None`` means one. The plan
-    replaces ``batch_size``, ``epochs`` and ``augment`` of the options.
+    order of clients. The plan replaces ``batch_size``, ``epochs`` and ``augment`` of the options.
     """
 
-    def run(round_inputs: RoundInputs) -> list[Params]:
-        params = {name: value.clone() for name, value in round_inputs.params[0].items()}
-        centre = round_inputs.params[1] if anchor is not None else None
+    def run(given: RoundInputs) -> list[Params]:
+        params = {name: value.clone() for name, value in given.params[0].items()}
+        centre = given.params[1] if anchor is not None else None
         velocity = None
         if options.momentum:
             velocity = {name: torch.zeros_like(value) for name, value in params.items()}
-        (rate,), weights = round_inputs.rates, round_inputs.weights
-        for step in round_inputs.steps:
+        (rate,) = given.rates
+        for step in given.steps:
             own = take_clients(params, step.clients)
             speed = None if velocity is None else take_clients(velocity, step.clients)
             near = None if centre is None else take_clients(centre, step.clients)
-            _step_on_batch(net, own, inputs, labels, weights, step, rate, options, speed, near)
+            _step_on_batch(net, own, given.rows, step, rate, options, speed, near)
         return [params]
 
     sets = [params] if anchor is None else [params, anchor]
-    round_inputs = RoundInputs(sets, plan.steps, weights, [options.lr])
-    return _run_or_replay(net, inputs, labels, replace(options, lr=0.0), round_inputs, run)[0]
+    given = RoundInputs(sets, plan.steps, rows, [options.lr])
+    return _run_or_replay(net, replace(options, lr=0.0), given, run)[0]
 
 
 def train_moreau(
     net: Network,
     params: Params,
-    inputs: Tensor,
-    labels: Tensor,
+    rows: TrainingRows,
     plan: BatchPlan,
     options: SGD,
     penalty: float,
     inner_steps: int,
     inner_lr: float,
-    weights: Tensor | None = None,
 ) -> tuple[Params, Params]:
     """Train every client at once by the local rounds of pFedMe; return local and personal learners.
 
@@ -184,53 +188,44 @@ def train_moreau(
 
     The local learners ``w`` are ``params``, ``(C, M, ...)`` in the plan's order of clients, ``λ``
     is ``penalty`` and ``η`` is ``options.lr``; ``clip_norm`` applies to the ``inner_steps`` per
-    batch. ``weights`` are those of the rows, ``(N, 1)``; ``None`` means one.
+    batch.
     """
     inner = SGD(proximal=penalty, clip_norm=options.clip_norm)
 
-    def run(round_inputs: RoundInputs) -> list[Params]:
-        local = {name: value.clone() for name, value in round_inputs.params[0].items()}
+    def run(given: RoundInputs) -> list[Params]:
+        local = {name: value.clone() for name, value in given.params[0].items()}
         personal = {name: value.clone() for name, value in local.items()}
-        (outer_rate, inner_rate), weights = round_inputs.rates, round_inputs.weights
-        for step in round_inputs.steps:
+        outer_rate, inner_rate = given.rates
+        for step in given.steps:
             active = step.clients
             own, near = take_clients(personal, active), take_clients(local, active)
             for _ in range(inner_steps):
-                _step_on_batch(
-                    net, own, inputs, labels, weights, step, inner_rate, inner, None, near
-                )
+                _step_on_batch(net, own, given.rows, step, inner_rate, inner, None, near)
             for name, value in local.items():
                 rate = 1.0 if is_statistic(name) else outer_rate * penalty
                 value[active].sub_(rate * (value[active] - personal[name][active]))
         return [local, personal]
 
-    round_inputs = RoundInputs([params], plan.steps, weights, [options.lr, inner_lr])
-    local, personal = _run_or_replay(net, inputs, labels, (inner, inner_steps), round_inputs, run)
+    given = RoundInputs([params], plan.steps, rows, [options.lr, inner_lr])
+    local, personal = _run_or_replay(net, (inner, inner_steps), given, run)
     return local, personal
 
 
-def noise_variances(
-    net: Network,
-    params: Params,
-    inputs: Tensor,
-    labels: Tensor,
-    weights: Tensor | None,
-    plan: BatchPlan,
-) -> Tensor:
+def noise_variances(net: Network, params: Params, rows: TrainingRows, plan: BatchPlan) -> Tensor:
     """Return ``σ²_mc = Σ_i q_i(m) (y_i - f_θmc(x_i))² / Σ_i q_i(m)``, ``(C, M)``, for numbers.
 
-    The arguments are those of :func:`train_local`; the plan passes once over the clients' rows.
+    ``q_i(m)`` are the weights of the rows. The plan passes once over the clients' rows.
     """
     own = next(iter(params.values()))
     squares = torch.zeros(own.shape[:2], dtype=torch.float64, device=own.device)
     counts = torch.zeros_like(squares)
     with torch.no_grad():
         for step in plan.steps:
-            x = as_numbers(_take_rows(inputs, step.rows), own.dtype)
+            x = as_numbers(_take_rows(rows.inputs, step.rows), own.dtype)
             mean = net.logits(take_clients(params, step.clients), x)[..., 0].double()
             w = step.mask.double().unsqueeze(-1).expand_as(mean)
-            w = w if weights is None else w * weights[step.rows]
-            residuals = _take_rows(labels, step.rows).unsqueeze(-1) - mean
+            w = w if rows.weights is None else w * rows.weights[step.rows]
+            residuals = _take_rows(rows.labels, step.rows).unsqueeze(-1) - mean
             squares[step.clients] += (w * residuals.square()).sum(1)
             counts[step.clients] += w.sum(1)
     return squares / counts.clamp_min(torch.finfo(counts.dtype).tiny)
@@ -238,47 +233,45 @@ def noise_variances(
 
 @dataclass(frozen=True)
 class RoundInputs:
-    """Values that differ between rounds: parameter sets, batches, weights of rows, learning rates."""
+    """Values of a round: parameter sets, batches, rows, learning rates."""
 
     params: list[Params]
     steps: list[Step]
-    weights: Tensor | None
+    rows: TrainingRows
     rates: Sequence[Rate]
 
 
 def _run_or_replay(
     net: Network,
-    inputs: Tensor,
-    labels: Tensor,
     options: Hashable,
-    round_inputs: RoundInputs,
+    given: RoundInputs,
     run: Callable[[RoundInputs], list[Params]],
 ) -> list[Params]:
-    """Return ``run(round_inputs)``, from a recording if the network and the device allow it.
+    """Return ``run(given)``, from a recording if the network and the device allow it.
 
-    A replay reads ``round_inputs`` again. ``options`` holds everything else that decides which kernels
-    run, so other options are another recording.
+    A replay reads what is given again, but the inputs and labels stay where they are. ``options`` holds
+    everything else that decides which kernels run, so other options are another recording.
     """
+    inputs, labels, weights = given.rows
     if not _is_recorded(net, inputs):
-        return run(round_inputs)
-    names = [list(params) for params in round_inputs.params]
-    kinds = [(step.full, step.augment) for step in round_inputs.steps]
+        return run(given)
+    names = [list(params) for params in given.params]
+    kinds = [(step.full, step.augment) for step in given.steps]
 
     def work(tensors: Sequence[Tensor]) -> list[Tensor]:
         rest = iter(tensors)
         params = [{name: next(rest) for name in own} for own in names]
-        steps = [replace(step, rows=next(rest), mask=next(rest)) for step in round_inputs.steps]
-        weights = None if round_inputs.weights is None else next(rest)
-        rates = [next(rest) for _ in round_inputs.rates]
-        trained = run(RoundInputs(params, steps, weights, rates))
+        steps = [replace(step, rows=next(rest), mask=next(rest)) for step in given.steps]
+        rows = TrainingRows(inputs, labels, None if weights is None else next(rest))
+        trained = run(RoundInputs(params, steps, rows, [next(rest) for _ in given.rates]))
         return [value for one in trained for value in one.values()]
 
-    tensors = [value for own in round_inputs.params for value in own.values()]
-    tensors += [value for step in round_inputs.steps for value in (step.rows, step.mask)]
-    tensors += [] if round_inputs.weights is None else [round_inputs.weights]
+    tensors = [value for own in given.params for value in own.values()]
+    tensors += [value for step in given.steps for value in (step.rows, step.mask)]
+    tensors += [] if weights is None else [weights]
     dtype, device = tensors[0].dtype, tensors[0].device
     # torch.full does not wait for the GPU; a copy from the CPU would
-    tensors += [torch.full((), float(r), dtype=dtype, device=device) for r in round_inputs.rates]
+    tensors += [torch.full((), float(r), dtype=dtype, device=device) for r in given.rates]
     key = (run.__qualname__, options, tuple(kinds), inputs.data_ptr(), labels.data_ptr())
     outputs = recorder_of(net).run(key, work, tensors, keep_alive=(inputs, labels))
     first = names[0]  # every returned set has the names of the first one
@@ -295,9 +288,7 @@ def _is_recorded(net: Network, inputs: Tensor) -> bool:
 def _step_on_batch(
     net: Network,
     own: Params,
-    inputs: Tensor,
-    labels: Tensor,
-    weights: Tensor | None,
+    rows: TrainingRows,
     step: Step,
     rate: Rate,
     options: SGD,
@@ -309,7 +300,7 @@ def _step_on_batch(
     All parameters are updated by one call, because on a GPU a kernel per parameter takes longer to
     start than to run.
     """
-    gradients, statistics = batch_gradients(net, own, inputs, labels, weights, step)
+    gradients, statistics = batch_gradients(net, own, rows, step)
     if statistics:
         torch._foreach_copy_([own[name] for name in statistics], list(statistics.values()))
     values, slopes = [own[name] for name in gradients], list(gradients.values())
@@ -344,48 +335,44 @@ def _clipped(gradients: list[Tensor], largest: float) -> list[Tensor]:
 
 
 def batch_loss(
-    net: Network, params: Params, inputs: Tensor, labels: Tensor, weights: Tensor | None, step: Step
+    net: Network, params: Params, rows: TrainingRows, step: Step
 ) -> tuple[Tensor, Params]:
     """Return the weighted mean cross-entropy of one step, ``(A, M)``, and the new running statistics."""
-    x, y, share = _batch(params, inputs, labels, weights, step)
+    x, y, share = _batch(params, rows, step)
     if isinstance(net, OfModules):
         logits, statistics = net.forward(params, x, True, step.counts, step.number)
-        likelihood = likelihoods_of_logits(logits, y)
     else:
-        likelihood, statistics = log_likelihoods(net, params, x, y, training=True), {}
-    return -(share * likelihood).sum(1), statistics
+        logits, statistics = net.logits(params, x, training=True), {}
+    return -(share * likelihoods_of_logits(logits, y)).sum(1), statistics
 
 
 def batch_gradients(
-    net: Network, params: Params, inputs: Tensor, labels: Tensor, weights: Tensor | None, step: Step
+    net: Network, params: Params, rows: TrainingRows, step: Step
 ) -> tuple[Params, Params]:
     """Return the gradients of :func:`batch_loss` per client and learner, and the new running statistics."""
     if isinstance(net, Dense) and not net.hidden:
-        batch = _batch(params, inputs, labels, weights, step)
-        return _linear_gradients(net, params, *batch), {}
+        return _linear_gradients(net, params, *_batch(params, rows, step)), {}
     own = {name: value.detach() for name, value in params.items()}
     trained = [value.requires_grad_() for name, value in own.items() if not is_statistic(name)]
-    losses, statistics = batch_loss(net, own, inputs, labels, weights, step)
+    losses, statistics = batch_loss(net, own, rows, step)
     # parameters that the module does not use get gradient zero
     gradients = torch.autograd.grad(losses.sum(), trained, materialize_grads=True)
     names = [name for name in own if not is_statistic(name)]
     return dict(zip(names, gradients, strict=True)), statistics
 
 
-def _batch(
-    params: Params, inputs: Tensor, labels: Tensor, weights: Tensor | None, step: Step
-) -> tuple[Tensor, Tensor, Tensor]:
+def _batch(params: Params, rows: TrainingRows, step: Step) -> tuple[Tensor, Tensor, Tensor]:
     """Return inputs ``(A, B, *shape)``, labels ``(A, B)`` and shares of the loss ``(A, B, M or 1)``."""
     dtype = next(iter(params.values())).dtype
     w = step.mask.unsqueeze(-1).to(dtype)
-    if weights is not None:
+    if rows.weights is not None:
         # rows are last in memory, here and below, so products run along many rows, not a few learners
-        taken = take(weights.mT, step.rows.reshape(-1), axis=1).to(dtype)
+        taken = take(rows.weights.mT, step.rows.reshape(-1), axis=1).to(dtype)
         w = (w.mT * taken.reshape(-1, *step.rows.shape).transpose(0, 1)).mT
     share = w / w.sum(1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
-    seen = _take_rows(inputs, step.rows)
+    seen = _take_rows(rows.inputs, step.rows)
     x = as_numbers(crop_and_flip(seen) if step.augment else seen, dtype)
-    return x, _take_rows(labels, step.rows), share
+    return x, _take_rows(rows.labels, step.rows), share
 
 
 def _linear_gradients(net: Dense, params: Params, x: Tensor, y: Tensor, share: Tensor) -> Params:

@@ -168,22 +168,19 @@ def _values(module: nn.Module) -> Params:
 
 def _operation(graph: Any, node: Any) -> Operation:
     """Return the function that computes a node of the graph for all groups at once."""
-    if node.op == "placeholder" or (
-        _ceiling(graph, node) is not None and _follows_norm(graph, node)
-    ):  # this ReLU is part of the normalisation before it
+    ceiling = _ceiling(graph, node)
+    # a ReLU behind a normalisation is part of it
+    if node.op == "placeholder" or (ceiling is not None and _follows_norm(graph, node)):
         return lambda _, x: x
+    if ceiling is not None:
+        return lambda _, x: _activate(x, ceiling)
     if node.op == "call_module":
-        layer, name = graph.get_submodule(node.target), str(node.target)
-        if isinstance(layer, nn.BatchNorm2d):
-            user = _only_user(node)
-            ceiling = None if user is None else _ceiling(graph, user)
-            return lambda call, x: _batch_norm(call, name, layer, x, ceiling)
-        return _layer(layer, name)
+        users = list(node.users)
+        following = _ceiling(graph, users[0]) if len(users) == 1 else None
+        return _layer(graph.get_submodule(node.target), str(node.target), following)
     axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", ())
     if node.target in (operator.add, torch.add, "add"):
         return lambda _, a, b: a + b
-    if node.target in (torch.relu, functional.relu, "relu"):
-        return lambda _, x: torch.relu(x)
     if node.target in ("mean", torch.mean) and tuple(axes) in ((2, 3), (-2, -1)):
         return lambda _, x: x.mean((-2, -1)).transpose(1, 2)  # (G, c, n, h, w) to (G, n, c)
     if node.target in (torch.flatten, "flatten") and tuple(node.args[1:]) in ((1,), (1, -1)):
@@ -199,30 +196,25 @@ def _ceiling(graph: Any, node: Any) -> float | None:
     return kernels.RELU if node.target in (torch.relu, functional.relu, "relu") else None
 
 
-def _only_user(node: Any) -> Any:
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
 def _follows_norm(graph: Any, node: Any) -> bool:
     """Whether a node is the only user of the output of a batch normalisation."""
     before = node.args[0]
     return (
         before.op == "call_module"
         and isinstance(graph.get_submodule(before.target), nn.BatchNorm2d)
-        and _only_user(before) is node
+        and len(before.users) == 1
     )
 
 
-def _layer(layer: nn.Module, name: str) -> Operation:
+def _layer(layer: nn.Module, name: str, ceiling: float | None) -> Operation:
+    """Return the function of a layer; ``ceiling`` is that of a ReLU that alone reads its output."""
     match layer:
+        case nn.BatchNorm2d():
+            return lambda call, x: _batch_norm(call, name, layer, x, ceiling)
         case nn.Conv2d():
             return _convolution(layer, name)
         case nn.Linear():
             return lambda call, x: _linear(call.params, name, x)
-        case nn.ReLU6():
-            return lambda _, x: functional.relu6(x)
-        case nn.ReLU():
-            return lambda _, x: torch.relu(x)
         case nn.MaxPool2d():
             return lambda _, x: _per_image(layer, x)
         case nn.Dropout():

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from fedgmm.core.gaussians import Gaussians
-from fedgmm.core.initialise import Centroids
 from fedgmm.core.params import Params
 from fedgmm.core.randomness import client_keys
 from fedgmm.core.streaming import lanes_only
@@ -33,7 +32,7 @@ from fedgmm.core.sums import Sums
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.data.federated import ClientRows
 from fedgmm.methods.base import LEARNERS, AnyMethod, SupervisedMethod
-from fedgmm.methods.centroids import local_centroids, start_sample
+from fedgmm.methods.centroids import Centroids, local_centroids, start_sample
 from fedgmm.methods.gmm import Assignment, FederatedGMM, gaussian_of, sums_of_all
 from fedgmm.model.model import FederatedModel
 from fedgmm.model.saving import load, save

@@ -19,9 +19,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDTHS = (16, 32, 64)  # numbers of channels that fit a tile of a product
 _MAX_COLOURS = 4
 _TILE = 1024
-_DEPTHWISE_TILE = (
-    512  # four pixels per thread; more would spread a warp's reads over more cache lines
-)
+_DEPTHWISE_TILE = 512  # four pixels per thread; more would spread reads over more cache lines
 _BLOCK_DTYPES = (torch.bfloat16, torch.float16)  # in float32 the sums do not fit into the registers
 # positions per program: of the output, and of the gradient of the weights
 _PIXEL_TILE, _PIXEL_GRADIENT_TILE = 128, 64
@@ -92,15 +90,9 @@ class _Depthwise(torch.autograd.Function):
 
 
 def depthwise(images: Tensor, weight: Tensor, stride: int) -> Tensor:
-    """Convolve each channel with its own 3×3 filter, padded by one.
+    """Convolve each channel of images ``(G, c, n, h, w)`` with its own filter ``(G, c, 1, 3, 3)``.
 
-    Args:
-        images: ``(G, c, n, h, w)``.
-        weight: ``(G, c, 1, 3, 3)``.
-        stride: vertical and horizontal stride.
-
-    Returns:
-        ``(G, c, n, h', w')``.
+    Images are padded by one, and ``stride`` is vertical and horizontal: ``(G, c, n, h', w')``.
     """
     out: Tensor = _Depthwise.apply(images, weight, stride)  # type: ignore[no-untyped-call]
     return out
@@ -177,20 +169,12 @@ def normalised(
     eps: float,
     ceiling: float = NO_ACTIVATION,
 ) -> tuple[Tensor, BatchStatistics]:
-    """Normalise by the statistics of the rows without padding, then apply the activation.
+    """Normalise images ``(G, c, n, h, w)`` by the statistics of the rows without padding.
 
-    Args:
-        images: ``(G, c, n, h, w)``.
-        weight: ``(G, c)``.
-        bias: ``(G, c)``.
-        counts: number of rows per group, ``(G,)``; padding follows them. ``None`` means no padding.
-        running: statistics of earlier batches.
-        momentum: weight of this batch in the new running statistics.
-        eps: added to variances.
-        ceiling: ``NO_ACTIVATION``, ``RELU`` or ``RELU6``.
-
-    Returns:
-        The normalised images, and the new running statistics in float32.
+    Then apply the activation: ``NO_ACTIVATION``, ``RELU`` or ``RELU6``. Weight and bias are
+    ``(G, c)``; ``counts`` are the rows per group, ``(G,)``, which padding follows (``None`` means
+    no padding). Also return the new running statistics, in float32, in which this batch has the
+    weight ``momentum``.
     """
     out, mean, variance = _Normalised.apply(  # type: ignore[no-untyped-call]
         images, weight, bias, counts, running, momentum, eps, ceiling
@@ -281,13 +265,8 @@ class _PixelBlock(torch.autograd.Function):
 def pixel_block(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Convolve images (3×3, padded by one), add the bias, pool 2×2 pixels and apply ReLU.
 
-    Args:
-        images: ``(A, n, c, h, w)``; ``G / A`` consecutive groups share the same images.
-        weight: ``(G, c', c, 3, 3)``, ``G`` a multiple of ``A``.
-        bias: ``(G, c')``.
-
-    Returns:
-        ``(G, n, h/2, w/2, c')``, channels last.
+    Images ``(A, n, c, h, w)``, weight ``(G, c', c, 3, 3)`` and bias ``(G, c')`` give
+    ``(G, n, h/2, w/2, c')``, channels last; ``G / A`` consecutive groups share the same images.
     """
     out: Tensor = _PixelBlock.apply(images, weight, bias)  # type: ignore[no-untyped-call]
     return out
@@ -331,29 +310,13 @@ class _ChannelBlock(torch.autograd.Function):
         own = weight.new_empty(groups, 3, 3, sources, targets)
         own_bias = gradient.new_empty(groups, targets, dtype=torch.float32)
         kernels.channel_block_weights[(3, groups)](
-            images,
-            gradient,
-            corners,
-            own,
-            own_bias,
-            ctx.places,
-            *ctx.sizes,
-            _CHANNEL_GRADIENT_TILE,
+            images, gradient, corners, own, own_bias, ctx.places, *ctx.sizes, _CHANNEL_GRADIENT_TILE
         )
         return own_images, own.permute(0, 4, 3, 1, 2), own_bias.to(weight.dtype)
 
 
 def channel_block(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Do the same as :func:`pixel_block` for many channels.
-
-    Args:
-        images: ``(G, n, h, w, c)``, channels last.
-        weight: ``(G, c', c, 3, 3)``.
-        bias: ``(G, c')``.
-
-    Returns:
-        ``(G, n, h/2, w/2, c')``.
-    """
+    """Do the same as :func:`pixel_block` for many channels, with images ``(G, n, h, w, c)``."""
     out: Tensor = _ChannelBlock.apply(images, weight, bias)  # type: ignore[no-untyped-call]
     return out
 

@@ -7,13 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
-from fedgmm.core.initialise import Centroids, local_clusters, nearest, server_means
+from fedgmm.methods.centroids import Centroids, nearest, server_means
 from oracles import assert_close
-
-
-def test_every_local_cluster_can_have_two_rows():
-    rows = torch.tensor([1, 2, 3, 4, 5, 9, 100])
-    assert local_clusters(rows, 4).tolist() == [1, 1, 1, 2, 2, 4, 4]
 
 
 def test_nearest_is_brute_force_among_the_active(rng):
