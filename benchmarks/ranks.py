@@ -52,7 +52,7 @@ def measure(ranks: int, clients: int, rows: int, options: dict[str, Any]) -> dic
 def work(clients: int, rows: int, options: dict[str, Any], out: str) -> None:
     """Take the part of one process."""
     from fedgmm.training.distributed import follow
-    from fedgmm.training.local import several_ranks, train
+    from fedgmm.training.in_process import several_ranks, train
     from fedgmm.training.ranks import join
 
     imported, found = _peak(), {}

@@ -61,7 +61,7 @@ def _worker(side: str, values: dict[str, Any], repeats: int) -> dict[str, float]
     import torch
 
     torch.set_num_threads(setting.threads)
-    import fedgmm.training.local  # noqa: F401 - imports are not part of a round's memory
+    import fedgmm.training.in_process  # noqa: F401 - imports are not part of a round's memory
 
     imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rows, start = _data(setting)

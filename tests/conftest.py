@@ -122,7 +122,7 @@ def disk():
 def small_scratch_files():
     """Reserve little space for scratch files, because a file in memory is filled with zeros at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedgmm.core.scratch._COMMON_FILE", 1 << 20)
+        patch.setattr("fedgmm.support.scratch._COMMON_FILE", 1 << 20)
         yield
 
 
@@ -199,8 +199,8 @@ def small_chunks(monkeypatch):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of at most 32 rows, so that small data run through several blocks and lanes."""
-    monkeypatch.setattr("fedgmm.core.streaming._FEWEST_ROWS", 8)
-    monkeypatch.setattr("fedgmm.core.streaming._MOST_ROWS", 32)
+    monkeypatch.setattr("fedgmm.support.streaming._FEWEST_ROWS", 8)
+    monkeypatch.setattr("fedgmm.support.streaming._MOST_ROWS", 32)
 
 
 @pytest.fixture

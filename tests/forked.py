@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from fedgmm.training.checkpoint import Checkpoint
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from supervised import federation
 
 IMPORTS = [

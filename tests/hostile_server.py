@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedgmm.core.disclosure import cap_shares, common_entries
+from fedgmm.core.dominance import cap_shares, common_entries
 from fedgmm.federation.messages import Message
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site import Site, SiteError

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedgmm.training import checkpoint as module
 from fedgmm.training.checkpoint import Checkpoint
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from supervised import federation, two_groups
 
 SMALL = {"components": 2, "learners": 2, "batch_size": 8, "tol": None}

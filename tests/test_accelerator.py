@@ -22,7 +22,7 @@ from fedgmm.nets.backbones import MobileNetV2
 from fedgmm.nets.learners import log_likelihoods
 from fedgmm.nets.networks import as_numbers
 from fedgmm.nets.sgd import SGD
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from fedgmm.training.options import ALGORITHMS
 from supervised import federation, images
 

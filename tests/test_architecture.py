@@ -12,6 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "fedgmm"
 
 # A room may import from the rooms above it and from itself.
 ROOMS = (
+    "support",
     "core",
     "nets",
     "data",

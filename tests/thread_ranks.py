@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from fedgmm.training import distributed, local, ranks
+from fedgmm.training import distributed, in_process, ranks
 
 
 class ThreadRanks(ranks.Ranks):
@@ -55,7 +55,7 @@ def on_ranks(monkeypatch, size, work):
     with monkeypatch.context() as patched:
         for module in (distributed, ranks):
             patched.setattr(module, "join", lambda: here.ranks)
-        patched.setattr(local, "several_ranks", lambda: True)
+        patched.setattr(in_process, "several_ranks", lambda: True)
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(1, size)]
         for thread in threads:
             thread.start()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedgmm.model.saving import load
     from fedgmm.privacy.settings import Privacy
     from fedgmm.runs import FederatedRun, RunConfig, fit, open_run, resume
-    from fedgmm.training.local import train
+    from fedgmm.training.in_process import train
     from fedgmm.training.options import TrainingOptions
 
 _HOMES = {
@@ -34,7 +34,7 @@ _HOMES = {
     "load": "fedgmm.model.saving",
     "open_run": "fedgmm.runs",
     "resume": "fedgmm.runs",
-    "train": "fedgmm.training.local",
+    "train": "fedgmm.training.in_process",
     "FederatedGaussianMixture": "fedgmm.estimators",
     "ComponentSelection": "fedgmm.estimators.selection",
     "select_components": "fedgmm.estimators.selection",

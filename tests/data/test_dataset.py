@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedgmm.core import scratch
-from fedgmm.core.randomness import client_keys, row_uniforms
-from fedgmm.core.scratch import folder_of
 from fedgmm.data import dataset
 from fedgmm.data.dataset import SPLITS, FederatedDataset, split_rows
-from fedgmm.training.local import train
+from fedgmm.support import scratch
+from fedgmm.support.randomness import client_keys, row_uniforms
+from fedgmm.support.scratch import folder_of
+from fedgmm.training.in_process import train
 from supervised import federation
 
 

@@ -18,7 +18,7 @@ from fedgmm.data.embeddings import (
 )
 from fedgmm.data.encoders import NetworkEncoder, PixelEncoder, ResNet18Encoder, encoder
 from fedgmm.nets.backbones import ResNet18, WeightsError
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 
 
 def bytes_of(rng, n=10, channels=3, size=6):

@@ -15,7 +15,7 @@ from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.images.federated import federated_images
 from fedgmm.data.images.files import ImageData, ImageFileError, load_images
 from fedgmm.data.partition import transform_images
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 
 
 def some_images(name="cifar10", rows=240, classes=4, channels=3, seed=0):

@@ -21,9 +21,9 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 from fedgmm import FedGMMClassifier
-from fedgmm.core.streaming import _lanes
 from fedgmm.methods.base import SHARED_LEARNERS
 from fedgmm.model.saving import load
+from fedgmm.support.streaming import _lanes
 from fedgmm.training.options import ALGORITHMS, TrainingOptions
 from supervised import images
 

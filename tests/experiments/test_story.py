@@ -17,7 +17,7 @@ from fedgmm.experiments.story import (
     run_story,
     shrink,
 )
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 
 
 @pytest.fixture(scope="module")

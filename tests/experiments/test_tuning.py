@@ -15,7 +15,7 @@ from fedgmm.experiments.settings import ImageStudy
 from fedgmm.experiments.study import StudyContext, prepare_federation
 from fedgmm.experiments.trials import DamagedRecordError, StudyFolderError, Trial
 from fedgmm.training.checkpoint import Checkpoint
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from tiny_images import FAST
 
 STUDY = ImageStudy(methods=("fedgmm",), track="tuned", **FAST)

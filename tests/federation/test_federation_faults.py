@@ -300,7 +300,7 @@ def test_those_who_miss_rounds_end_as_in_one_process(files, tmp_path):
     from fedgmm.data.tables.loading import load_federation
     from fedgmm.data.tables.preprocessing import TableOptions
     from fedgmm.federation.messages import Failure
-    from fedgmm.training.local import train
+    from fedgmm.training.in_process import train
 
     missed = {("bergen", 2), ("bergen", 3), ("oslo", 4)}
     sites = InMemorySites(files, tmp_path)

@@ -12,7 +12,7 @@ from fedgmm.federation.server import run_federation
 from fedgmm.federation.settings import FederationError
 from fedgmm.runs import open_run
 from fedgmm.training.checkpoint import read_checkpoint
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from in_memory_sites import InMemorySites, Killed, federate, federation_settings, with_arrays
 from small_runs import draw_rows, write_csv
 

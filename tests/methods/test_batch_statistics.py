@@ -165,7 +165,7 @@ def test_whoever_interrupts_waits_for_no_statistics(rng, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(
-        "fedgmm.training.local.recompute_statistics", lambda *_: pytest.fail("waits")
+        "fedgmm.training.in_process.recompute_statistics", lambda *_: pytest.fail("waits")
     )
     data = small_pictures(rng, 20)
     with pytest.warns(RuntimeWarning, match="interrupted"):
@@ -177,7 +177,7 @@ def test_ctrl_c_while_statistics_are_taken_loses_nothing(rng, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedgmm.training.local.recompute_statistics", interrupt)
+    monkeypatch.setattr("fedgmm.training.in_process.recompute_statistics", interrupt)
     data = small_pictures(rng, 20)
     with pytest.warns(RuntimeWarning, match="interrupted"):
         model = train(data, "fedavg", learner="mobilenet", rounds=1)

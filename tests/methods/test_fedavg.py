@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.training.build import build
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from fedgmm.training.options import TrainingOptions
 from supervised import (
     batches_of,

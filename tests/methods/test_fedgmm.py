@@ -23,7 +23,7 @@ from fedgmm.methods.gmm import FederatedGMM, MixtureShared
 from fedgmm.methods.local_training import LocalTraining
 from fedgmm.nets.networks import Dense
 from fedgmm.nets.sgd import SGD
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from fedgmm.training.loop import Run, StackedClients, run_rounds
 from fedgmm.training.options import ALGORITHMS
 from oracles import full_covariances, random_covariances, reduce_covariances

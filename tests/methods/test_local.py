@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from supervised import (
     batches_of,
     client_orders,

@@ -16,7 +16,7 @@ from fedgmm.nets import devices
 from fedgmm.nets.kernels.recording import recorder_of
 from fedgmm.nets.networks import network
 from fedgmm.nets.sgd import SGD
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from supervised import federation
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from supervised import federation, rows_of
 
 SAME = {"dtype": "float64", "standardise": False, "tol": None, "seed": 1, "batch_size": 1000}

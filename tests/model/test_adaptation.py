@@ -14,7 +14,7 @@ from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.examples import draw_patients
 from fedgmm.data.synthetic import synthetic
 from fedgmm.model.saving import load
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from supervised import federation, tiny
 
 # ---------------------------------------------------------------------- equations

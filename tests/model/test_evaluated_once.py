@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedgmm.model import predictions
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from supervised import tiny
 
 

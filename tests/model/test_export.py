@@ -14,7 +14,7 @@ from torch import nn
 
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.model.saving import load
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from fedgmm.training.options import ALGORITHMS
 from supervised import FAST, federation, images
 

@@ -9,7 +9,7 @@ from sklearn.inspection import permutation_importance
 from sklearn.metrics import log_loss
 
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from supervised import images
 
 

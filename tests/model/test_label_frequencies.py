@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from fedgmm.core import scratch
 from fedgmm.core.labels import label_frequencies
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods.base import SHARED_LEARNERS, Prediction
 from fedgmm.model import adaptation as module
 from fedgmm.model.predictions import evaluate_arrays, log_learners
 from fedgmm.model.saving import load
+from fedgmm.support import scratch
 from fedgmm.training.checkpoint import Checkpoint
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 
 OPTIONS = {"rounds": 4, "components": 2, "learners": 2, "tol": None}
 

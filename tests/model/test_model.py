@@ -14,7 +14,7 @@ from sklearn.metrics import log_loss
 from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.synthetic import synthetic
 from fedgmm.model.saving import load
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from fedgmm.training.options import ALGORITHMS
 from supervised import federation, images, tiny
 

@@ -24,7 +24,7 @@ from fedgmm.model.novelty import (
     smallest_file,
 )
 from fedgmm.model.saving import load
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from supervised import federation, tiny
 
 # ---------------------------------------------------------------------- p-values

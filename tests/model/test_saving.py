@@ -22,7 +22,7 @@ import fedgmm
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.model.model import FederatedModel
 from fedgmm.model.saving import FORMAT, LearnerError, ModelFileError, _checksum, load, save
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from fedgmm.training.options import ALGORITHMS
 from supervised import federation, images, tiny
 

@@ -9,7 +9,7 @@ import numpy as np
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.report.contents import AdaptationRecord
 from fedgmm.report.gathering import gather
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 
 HOSTILE = (
     "<script>alert(1)</script>",

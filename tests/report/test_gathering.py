@@ -14,7 +14,7 @@ from sklearn.metrics import r2_score
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.report.contents import MOST_POINTS, AdaptationRecord, evenly
 from fedgmm.report.gathering import distinct_names, flattened, gather, pair_names, reliability_of
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from supervised import images, tiny
 
 FAST = {"rounds": 3, "components": 2, "learners": 2}

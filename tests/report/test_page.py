@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from pages import HOSTILE, contents_of, hostile_contents, named_clients
 
-from fedgmm.core.paired import Estimate
 from fedgmm.data.synthetic import synthetic
 from fedgmm.report import charts
 from fedgmm.report.contents import AdaptationRecord, ClientTable, WeightMap
 from fedgmm.report.gathering import project
 from fedgmm.report.page import _plotly, render, verdict, write_report
+from fedgmm.support.paired import Estimate
 
 MEGABYTE = 1_000_000
 CHARTS = (

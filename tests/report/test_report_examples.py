@@ -14,7 +14,7 @@ from PIL import Image
 from fedgmm.report.contents import Example, ExampleGroup
 from fedgmm.report.examples import SiteRows, gather_examples, thumbnail
 from fedgmm.report.page import render
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 
 NAMES = ["client 0", "client 1", "client 2"]
 

@@ -27,7 +27,7 @@ from fedgmm.runs.comparison import (
     tune,
 )
 from fedgmm.runs.run import open_run
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from fedgmm.training.options import ALGORITHMS, TrainingOptions
 from small_runs import SITES, write_sites
 from supervised import federation, two_groups

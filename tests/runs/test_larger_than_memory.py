@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import fedgmm
-from fedgmm.core import scratch
 from fedgmm.data.tables.files import memory_needed
 from fedgmm.data.tables.loading import read_tables
 from fedgmm.runs import open_run
 from fedgmm.runs.fitting import resume
+from fedgmm.support import scratch
 from small_runs import draw_rows
 
 SMALL = {"components": 2, "learners": 2, "rounds": 2, "dtype": "float64"}
@@ -144,19 +144,19 @@ PEAK = """
 import os, resource, sys
 import numpy as np, pyarrow as pa, pyarrow.parquet
 import fedgmm, fedgmm.runs
-from fedgmm.core import scratch
+from fedgmm.support import scratch
 from fedgmm.data import dataset
 from fedgmm.data.tables import columns, files, preprocessing, summaries
 from fedgmm.methods import centroids
 from fedgmm.model import adaptation, bootstrap, metrics
-from fedgmm.training import local
+from fedgmm.training import in_process
 # blocks and samples that are small beside the rows
 for module in (columns, preprocessing, summaries):
     module._BLOCK_ROWS = files._BATCH_ROWS = 4000
 scratch._MOST_MAPPED = 2**21
 scratch._BLOCK_ROWS = scratch._SORTED_AT_ONCE = scratch._SUMMED_AT_ONCE = 4000
 dataset._ROWS_AT_ONCE = metrics._ROWS_AT_ONCE = bootstrap._MOST_PLANNED = 4000
-centroids._MOST_START_ROWS = local._WATCHED_ROWS = adaptation._TRIED_ROWS = 4000
+centroids._MOST_START_ROWS = in_process._WATCHED_ROWS = adaptation._TRIED_ROWS = 4000
 bootstrap._MOST_WORK, bootstrap._FEWEST_RESAMPLES = 1, 5
 
 def peak(rows):

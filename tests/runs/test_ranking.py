@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from fedgmm.core.paired import over_splits
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.runs.comparison import compare, data_to_compare
 from fedgmm.runs.ranking import Ranking, compare_splits, rank
+from fedgmm.support.paired import over_splits
 from small_runs import SITES
 from supervised import two_groups
 

@@ -31,7 +31,7 @@ from fedgmm.training.checkpoint import (
     read_checkpoint,
     save_progress,
 )
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from fedgmm.training.options import TrainingOptions
 from small_checkpoints import SMALL, facts_of
 from supervised import federation

@@ -25,7 +25,7 @@ from fedgmm.training.checkpoint import (
     read_checkpoint,
     save_progress,
 )
-from fedgmm.training.local import DivergenceWarning, train
+from fedgmm.training.in_process import DivergenceWarning, train
 from fedgmm.training.options import ALGORITHMS
 from forked import five_clients, forks, slow_training
 from small_checkpoints import (
@@ -311,7 +311,7 @@ def test_how_often_it_is_written(tmp_path, rng, monkeypatch):
         written.append((progress.phase, progress.round))
         save_progress(path, progress)
 
-    monkeypatch.setattr("fedgmm.training.local.save_progress", save)
+    monkeypatch.setattr("fedgmm.training.in_process.save_progress", save)
     options = {"rounds": 8, "warmup": 3, **SMALL}
     train(federation(rng), checkpoint=Checkpoint(tmp_path / "c", 2), **options)
     assert written == [

@@ -11,7 +11,7 @@ import torch
 
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.training import checkpoint as checkpoints
-from fedgmm.training import local
+from fedgmm.training import in_process
 from fedgmm.training.checkpoint import (
     FREE_OPTIONS,
     Checkpoint,
@@ -19,7 +19,7 @@ from fedgmm.training.checkpoint import (
     StoredProgress,
     fingerprint,
 )
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from fedgmm.training.options import ALGORITHMS, TrainingOptions
 from small_checkpoints import SMALL, assert_same_model, copies_of
 from supervised import federation
@@ -173,6 +173,6 @@ def test_an_older_checkpoint_tells_of_features_that_nobody_saw(tmp_path, rng, mo
     data = FederatedDataset.from_arrays(x, y, who, features=seen)
     checkpoint = Checkpoint(tmp_path / "c")
     with monkeypatch.context() as patch:
-        patch.setattr(local, "fingerprint", lambda data, features=True: fingerprint(data))
+        patch.setattr(in_process, "fingerprint", lambda data, features=True: fingerprint(data))
         train(data, "fedavg", rounds=1, checkpoint=checkpoint, **SMALL)
     train(data, "fedavg", rounds=2, checkpoint=checkpoint, **SMALL)

@@ -14,7 +14,7 @@ from torch import nn
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.training.checkpoint import Checkpoint
 from fedgmm.training.distributed import deal, follow, leading
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from fedgmm.training.options import ALGORITHMS
 from fedgmm.training.ranks import Ranks, RanksError
 from supervised import FAST, federation, images

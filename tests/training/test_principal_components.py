@@ -7,13 +7,13 @@ import pytest
 from scipy.stats import multivariate_normal
 from sklearn.decomposition import PCA
 
-from fedgmm.core.randomness import client_keys
 from fedgmm.data.dataset import FederatedDataset, split_rows
 from fedgmm.data.tables.preprocessing import Preprocessing
 from fedgmm.model.saving import load
 from fedgmm.runs.comparison import data_to_compare
 from fedgmm.runs.fitting import fit
-from fedgmm.training.local import train
+from fedgmm.support.randomness import client_keys
+from fedgmm.training.in_process import train
 
 RNG = np.random.default_rng(0)
 ROWS, COLUMNS = 240, 12

@@ -13,7 +13,7 @@ from fedgmm.data.synthetic import synthetic
 from fedgmm.nets.networks import network
 from fedgmm.training.build import build
 from fedgmm.training.checkpoint import Checkpoint
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from fedgmm.training.options import TrainingOptions
 from fedgmm.training.selection import (
     MOST_TRIALS,

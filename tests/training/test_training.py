@@ -10,7 +10,7 @@ import torch
 
 import fedgmm
 from fedgmm.data.dataset import SPLITS, FederatedDataset
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from fedgmm.training.options import ALGORITHMS, TrainingOptions
 from supervised import FAST, federation, predictions, tiny, two_groups
 

@@ -13,7 +13,7 @@ from sklearn.linear_model import LogisticRegression
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.synthetic import synthetic
 from fedgmm.methods.fedgmm import FedAvgPlus
-from fedgmm.training.local import DivergenceWarning, train
+from fedgmm.training.in_process import DivergenceWarning, train
 from fedgmm.training.options import ALGORITHMS
 from supervised import FAST, federation, predictions
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.nets.kernels.recording import recorder_of
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from fedgmm.training.options import ALGORITHMS
 from supervised import FAST, federation, images, predictions
 
@@ -87,7 +87,7 @@ def test_crops_and_flips_change_training_and_need_images(rng):
 def test_a_model_that_is_kept_keeps_no_recordings(rng, monkeypatch):
     """They hold as much memory of a card as training did."""
     forgotten = []
-    monkeypatch.setattr("fedgmm.training.local.forget_recordings", forgotten.append)
+    monkeypatch.setattr("fedgmm.training.in_process.forget_recordings", forgotten.append)
     data = FederatedDataset.from_arrays(
         rng.integers(0, 256, size=(12, 3, 8, 8)).astype(np.uint8),
         np.arange(12) % 2,

@@ -16,7 +16,7 @@ from fedgmm.data.dataset import FederatedDataset
 from fedgmm.model.saving import LearnerError
 from fedgmm.training.build import build, learner_network
 from fedgmm.training.checkpoint import Checkpoint, OtherTrainingError
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from fedgmm.training.options import ALGORITHMS, TrainingOptions
 from supervised import FAST, federation, predictions
 

@@ -15,7 +15,7 @@ from fedgmm.data.dataset import FederatedDataset
 from fedgmm.nets.networks import network
 from fedgmm.training.build import build, solver_of
 from fedgmm.training.checkpoint import Checkpoint
-from fedgmm.training.local import UNSET, train
+from fedgmm.training.in_process import UNSET, train
 from fedgmm.training.options import TrainingOptions
 from supervised import FAST, federation, predictions, two_groups
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from fedgmm.training.options import ALGORITHMS
 from supervised import FAST, federation
 
@@ -54,7 +54,7 @@ def test_watching_changes_nothing(rng, algorithm):
 
 def test_watching_looks_at_a_bounded_sample(rng, monkeypatch):
     """Every k-th row, so that the sample is the same every time and all clients are in it."""
-    monkeypatch.setattr("fedgmm.training.local._WATCHED_ROWS", 10)
+    monkeypatch.setattr("fedgmm.training.in_process._WATCHED_ROWS", 10)
     x = rng.normal(size=(200, 3))
     data = FederatedDataset.from_arrays(
         x, (x[:, 0] > 0).astype(int), np.arange(200) % 4, features=x[:, :2]

@@ -57,7 +57,7 @@ class _OneSentenceErrors(TyperGroup):
         if os.environ.get("WORLD_SIZE", "1") == "1":  # before the heavy imports
             return super().invoke(ctx)
         from fedgmm.training.distributed import follow, leading
-        from fedgmm.training.local import several_ranks
+        from fedgmm.training.in_process import several_ranks
         from fedgmm.training.ranks import LeaderError, join
 
         if not several_ranks():

@@ -284,8 +284,8 @@ def _assignment(text: str) -> tuple[str, Any]:
     """Parse ``lr=0.03`` into a name and a value, written as in TOML; texts need no quotes."""
     import tomllib
 
-    from fedgmm.core.checks import check_known
     from fedgmm.runs.config import TRAINING
+    from fedgmm.support.checks import check_known
 
     name, equals, value = (part.strip() for part in text.partition("="))
     if not equals:

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from fedgmm.core.gaussians import CovarianceType, Gaussians, Moments, gaussians, occupied
-from fedgmm.core.linalg import exp
 from fedgmm.core.moments import inverse_counts, outer
 from fedgmm.core.params import Params, per_entry
 from fedgmm.core.sums import ALIVE
+from fedgmm.support.linalg import exp
 
 Aggregation = Literal["exact", "paper"]
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)

@@ -29,7 +29,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fedgmm.core.linalg import cholesky_or_repair, matmul_upper, weighted_gram
+from fedgmm.support.linalg import cholesky_or_repair, matmul_upper, weighted_gram
 
 CovarianceType = Literal["full", "tied", "diag", "spherical", "identity"]
 COVARIANCE_TYPES: tuple[str, ...] = get_args(CovarianceType)

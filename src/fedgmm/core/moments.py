@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.core.scratch import blocks_in, empty_beside
+from fedgmm.support.scratch import blocks_in, empty_beside
 
 FloatArray = NDArray[np.float64]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedgmm.core.linalg import matmul, solve
 from fedgmm.core.params import NOISE, Params
+from fedgmm.support.linalg import matmul, solve
 
 _MANY_CLASSES = 16  # above, no array has K² numbers per row; not tuned for speed
 _SMALLEST_RIDGE = 1e-9

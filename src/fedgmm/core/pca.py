@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedgmm.core.checks import check_integer
-from fedgmm.core.linalg import matmul, weighted_gram
 from fedgmm.core.moments import scatter_around_means
-from fedgmm.core.scratch import empty_beside, touched
+from fedgmm.support.checks import check_integer
+from fedgmm.support.linalg import matmul, weighted_gram
+from fedgmm.support.scratch import empty_beside, touched
 from fedgmm.wording import counted
 
 _BLOCK_ROWS = 4096

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedgmm.core.gaussians import log_normal
 from fedgmm.core.moments import Scaling
-from fedgmm.core.scratch import blocks_in, empty_beside, ordered
+from fedgmm.support.scratch import blocks_in, empty_beside, ordered
 
 _SMALLEST_SHARE = 1e-15  # of a tail; its normal score is -7.9
 _HALVINGS = 60  # of an interval around a quantile; more would not change a float64

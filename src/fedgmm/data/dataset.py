@@ -15,10 +15,23 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from fedgmm.core.checks import check_choice
 from fedgmm.core.moments import Scaling, scaled, scaling_of
-from fedgmm.core.randomness import client_keys, row_uniforms
-from fedgmm.core.scratch import (
+from fedgmm.data.federated import ClientRows, client_rows
+from fedgmm.data.inputs import (
+    NO_CLIENT,
+    check_once,
+    checked_rows,
+    column_names,
+    encode_clients,
+    encode_labels,
+    is_missing,
+    numeric,
+    order_columns,
+    row_weights,
+)
+from fedgmm.support.checks import check_choice
+from fedgmm.support.randomness import client_keys, row_uniforms
+from fedgmm.support.scratch import (
     blocks_in,
     counts_of,
     empty,
@@ -32,19 +45,6 @@ from fedgmm.core.scratch import (
     taken,
     touched,
     where,
-)
-from fedgmm.data.federated import ClientRows, client_rows
-from fedgmm.data.inputs import (
-    NO_CLIENT,
-    check_once,
-    checked_rows,
-    column_names,
-    encode_clients,
-    encode_labels,
-    is_missing,
-    numeric,
-    order_columns,
-    row_weights,
 )
 from fedgmm.wording import counted, first_few
 
@@ -526,7 +526,7 @@ def split_rows(
 
     Args:
         codes: the client of each row, ``(N,)``.
-        keys: of :func:`~fedgmm.core.randomness.client_keys`, ``(C,)``.
+        keys: of :func:`~fedgmm.support.randomness.client_keys`, ``(C,)``.
         split: shares of training, validation and test rows.
         seed: seed of the draws.
     """

@@ -24,12 +24,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.core.checks import Count, Flag, check_fields, check_integer
 from fedgmm.data.encoders import Encoder, encoded, encoder, reads_texts
 from fedgmm.data.tables.errors import TableError, listed, quoted
 from fedgmm.data.tables.files import client_name
 from fedgmm.data.tables.text_files import parse_text, sniff
 from fedgmm.files import write_atomically
+from fedgmm.support.checks import Count, Flag, check_fields, check_integer
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 # others, such as EPS, would start a program on the file

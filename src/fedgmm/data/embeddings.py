@@ -26,12 +26,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.core.checks import check_integer
 from fedgmm.core.pca import PCA, fit_pca, moments_of
 from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.encoders import Encoder, check_images, device_of, encoded
 from fedgmm.data.federated import ClientRows
 from fedgmm.files import write_atomically
+from fedgmm.support.checks import check_integer
 from fedgmm.wording import counted
 
 Images = NDArray[np.uint8]

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fedgmm.core.checks import check_choice, check_integer
 from fedgmm.nets.backbones import (
     IMAGENET_DEVIATION,
     IMAGENET_MEAN,
@@ -26,6 +25,7 @@ from fedgmm.nets.backbones import (
     weights_file,
 )
 from fedgmm.nets.devices import resolve_device
+from fedgmm.support.checks import check_choice, check_integer
 from fedgmm.wording import counted
 
 ENCODERS = ("resnet18", "pixels")

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.core.randomness import client_keys
-from fedgmm.core.scratch import blocks_in, counts_of, taken
-from fedgmm.core.streaming import Block, block_rows, blocks_of
+from fedgmm.support.randomness import client_keys
+from fedgmm.support.scratch import blocks_in, counts_of, taken
+from fedgmm.support.streaming import Block, block_rows, blocks_of
 
 # Matrices with fewer rows are copied into common chunks, because tiny blocks are slow.
 _OWN_CHUNK_ROWS = 1024

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from fedgmm.core.checks import given_array
 from fedgmm.data.federated import ClientRows, client_rows
+from fedgmm.support.checks import given_array
 from fedgmm.wording import counted, first_few
 
 NO_CLIENT = -1

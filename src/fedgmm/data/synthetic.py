@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from scipy import stats
 from scipy.special import logsumexp
 
-from fedgmm.core.checks import check_choice
 from fedgmm.data.dataset import PAPER_SPLIT, FederatedDataset, LabelledRows
+from fedgmm.support.checks import check_choice
 
 FloatArray = NDArray[np.float64]
 Distribution = Literal["gaussian", "laplace", "beta"]

@@ -20,19 +20,19 @@ from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_array, check_is_fitted, check_X_y, validate_data
 
-from fedgmm.core.checks import (
+from fedgmm.data.dataset import FederatedDataset
+from fedgmm.data.inputs import encode_clients, row_weights
+from fedgmm.model.model import FederatedModel
+from fedgmm.support.checks import (
     array_of_names,
     check_choice,
     check_flag,
     check_integer,
     check_number,
 )
-from fedgmm.core.streaming import threads
-from fedgmm.data.dataset import FederatedDataset
-from fedgmm.data.inputs import encode_clients, row_weights
-from fedgmm.model.model import FederatedModel
+from fedgmm.support.streaming import threads
 from fedgmm.training.checkpoint import Checkpoint, CheckpointError
-from fedgmm.training.local import OnTrainingRound, train
+from fedgmm.training.in_process import OnTrainingRound, train
 from fedgmm.training.loop import as_callbacks
 from fedgmm.training.options import ALGORITHMS, TrainingOptions
 from fedgmm.wording import counted

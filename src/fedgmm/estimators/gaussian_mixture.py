@@ -16,15 +16,6 @@ from sklearn.utils._param_validation import InvalidParameterError
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
-from fedgmm.core.checks import (
-    array_of_names,
-    check_choice,
-    check_flag,
-    check_integer,
-    check_number,
-    given_array,
-    inverse_of_precisions,
-)
 from fedgmm.core.em import AGGREGATIONS, responsibilities
 from fedgmm.core.gaussians import (
     COVARIANCE_TYPES,
@@ -36,7 +27,6 @@ from fedgmm.core.gaussians import (
     log_densities,
     residuals,
 )
-from fedgmm.core.streaming import Block, accumulate, threads
 from fedgmm.data.dataset import labelled_without_labels
 from fedgmm.data.federated import ClientRows
 from fedgmm.data.inputs import (
@@ -64,7 +54,17 @@ from fedgmm.methods.centroids import STARTS
 from fedgmm.methods.gmm import FederatedGMM, GivenStart, MixtureShared
 from fedgmm.nets.devices import resolve_device, resolve_dtype
 from fedgmm.privacy.settings import Privacy
-from fedgmm.training.local import train
+from fedgmm.support.checks import (
+    array_of_names,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    given_array,
+    inverse_of_precisions,
+)
+from fedgmm.support.streaming import Block, accumulate, threads
+from fedgmm.training.in_process import train
 from fedgmm.training.loop import OnRound, Run, StackedClients, as_callbacks, run_rounds
 from fedgmm.wording import counted
 

@@ -11,7 +11,7 @@ from sklearn.base import BaseEstimator, RegressorMixin
 
 from fedgmm.estimators.base import Id, Ids, TrainedEstimator, keep_parameters
 from fedgmm.privacy.settings import Privacy
-from fedgmm.training.local import OnTrainingRound
+from fedgmm.training.in_process import OnTrainingRound
 
 FloatArray = NDArray[np.float64]
 

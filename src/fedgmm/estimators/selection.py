@@ -8,9 +8,9 @@ from typing import Any, Literal, get_args
 
 from numpy.typing import ArrayLike
 
-from fedgmm.core.checks import check_choice, check_integer
 from fedgmm.data.inputs import as_pairs
 from fedgmm.estimators.gaussian_mixture import FederatedGaussianMixture, Rows
+from fedgmm.support.checks import check_choice, check_integer
 
 Criterion = Literal["bic", "aic"]
 

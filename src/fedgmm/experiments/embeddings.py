@@ -23,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.core.paired import over_splits
 from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.embeddings import FeatureMap, encode_images, federated_pca, with_features
 from fedgmm.data.encoders import encoded, encoder
@@ -53,8 +52,9 @@ from fedgmm.experiments.trials import Record, Trial
 from fedgmm.methods.base import SHARED_LEARNERS, TITLES
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.networks import network
+from fedgmm.support.paired import over_splits
 from fedgmm.training.build import build
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from fedgmm.training.options import TrainingOptions
 
 REVIEWS = "reviews"

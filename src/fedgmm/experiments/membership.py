@@ -14,7 +14,6 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgmm.core.checks import Count, check_fields, integer
 from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.examples import WHITE, heterogeneous_digits
 from fedgmm.data.synthetic import synthetic
@@ -22,7 +21,8 @@ from fedgmm.experiments.tables import markdown_table, write_results
 from fedgmm.privacy.attacks import Success, attack_all, random_halves
 from fedgmm.privacy.settings import Privacy
 from fedgmm.runs.comparison import Notify
-from fedgmm.training.local import train
+from fedgmm.support.checks import Count, check_fields, integer
+from fedgmm.training.in_process import train
 from fedgmm.wording import counted
 
 _DELTA = 1e-5

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from fedgmm.core.checks import Count, check_fields, one_of
 from fedgmm.core.gaussians import CovarianceType
-from fedgmm.core.paired import over_splits
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.examples import WHITE, heterogeneous_digits
 from fedgmm.data.synthetic import synthetic
@@ -30,7 +28,9 @@ from fedgmm.privacy.noise import noisy
 from fedgmm.privacy.settings import Privacy
 from fedgmm.report.plots import new_figure, save_figure
 from fedgmm.runs.comparison import Notify
-from fedgmm.training.local import train
+from fedgmm.support.checks import Count, check_fields, one_of
+from fedgmm.support.paired import over_splits
+from fedgmm.training.in_process import train
 
 METHODS = {
     "fedgmm": "FedGMM, noised sums",

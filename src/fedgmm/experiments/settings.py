@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self, TypeVar, get_args
 
-from fedgmm.core.checks import check_choice, check_distinct, check_integer
 from fedgmm.core.gaussians import COVARIANCE_TYPES
 from fedgmm.data.encoders import ENCODERS, PRECISIONS
 from fedgmm.data.images.federated import check_fraction
 from fedgmm.methods.base import SHARED_LEARNERS, TITLES
 from fedgmm.nets.networks import LEARNERS
 from fedgmm.runs.comparison import PAPER_GRID
+from fedgmm.support.checks import check_choice, check_distinct, check_integer
 from fedgmm.training.options import TrainingOptions
 from fedgmm.wording import counted
 

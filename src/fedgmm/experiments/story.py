@@ -25,7 +25,7 @@ from fedgmm.model.novelty import NoveltyMetrics, novelty_metrics
 from fedgmm.report.plots import COLOURS, INK, quiet, save_figure
 from fedgmm.runs.comparison import LEARNER_TITLES, LEARNERS, Notify, compare
 from fedgmm.runs.ranking import Ranking, rank
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -36,7 +36,7 @@ from fedgmm.methods.base import TITLES
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.devices import environment, resolve_device
 from fedgmm.runs.comparison import Notify
-from fedgmm.training.local import check_training
+from fedgmm.training.in_process import check_training
 from fedgmm.wording import counted
 
 FederationT = TypeVar("FederationT", bound=Federation)

@@ -26,7 +26,7 @@ from fedgmm.files import sha256_of, write_atomically, write_once
 from fedgmm.model.model import FederatedModel
 from fedgmm.runs.comparison import pass_on_interrupt
 from fedgmm.training.checkpoint import WEIGHTS, Checkpoint
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from fedgmm.training.options import TrainingOptions
 
 _SETTINGS = "study.json"

@@ -34,7 +34,7 @@ from fedgmm.model.model import FederatedModel
 from fedgmm.runs.comparison import Notify, validation_accuracy, validation_score
 from fedgmm.runs.folder import finite
 from fedgmm.training.checkpoint import OtherTrainingError
-from fedgmm.training.local import DivergenceWarning
+from fedgmm.training.in_process import DivergenceWarning
 
 _SEARCH = "all for a few rounds, half of them for a quarter, two in full"
 _IN_FULL = 2

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from fedgmm.core.checks import (
+from fedgmm.federation.messages import LARGEST_MESSAGE
+from fedgmm.privacy.settings import ROBUST, Privacy, Robust
+from fedgmm.privacy.site_sets import FEWEST_SITES
+from fedgmm.support.checks import (
     Count,
     Flag,
     NonNegative,
@@ -19,9 +22,6 @@ from fedgmm.core.checks import (
     number,
     one_of,
 )
-from fedgmm.federation.messages import LARGEST_MESSAGE
-from fedgmm.privacy.settings import ROBUST, Privacy, Robust
-from fedgmm.privacy.site_sets import FEWEST_SITES
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:

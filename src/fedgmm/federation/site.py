@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from fedgmm import __version__
-from fedgmm.core.streaming import lanes_only
 from fedgmm.core.sums import Declaration, Sums, withhold
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.data.tables.columns import FileFormat
@@ -68,8 +67,9 @@ from fedgmm.privacy.settings import PrivacyError
 from fedgmm.runs.fitting import NOT_COVERED
 from fedgmm.runs.folder import RunError, read_history, read_json
 from fedgmm.runs.run import open_run
+from fedgmm.support.streaming import lanes_only
 from fedgmm.training.checkpoint import Phase, Progress
-from fedgmm.training.local import projected
+from fedgmm.training.in_process import projected
 from fedgmm.training.state_arrays import StateError
 from fedgmm.wording import counted
 

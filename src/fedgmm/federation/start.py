@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgmm.core.gaussians import CovarianceType, Gaussians, gaussians
-from fedgmm.core.randomness import client_keys
 from fedgmm.core.sums import Declaration, Sums, row_counts
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.federation.members import Member
@@ -44,6 +43,7 @@ from fedgmm.methods.gmm import (
     moments_in,
     sums_of_all,
 )
+from fedgmm.support.randomness import client_keys
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
-from fedgmm.core.randomness import row_uniforms
-from fedgmm.core.scratch import empty, row_blocks
-from fedgmm.core.streaming import Block, accumulate
 from fedgmm.data.federated import ClientRows
+from fedgmm.support.randomness import row_uniforms
+from fedgmm.support.scratch import empty, row_blocks
+from fedgmm.support.streaming import Block, accumulate
 
 Start = Literal["kmeans", "k-means++", "random"]
 STARTS: tuple[str, ...] = get_args(Start)

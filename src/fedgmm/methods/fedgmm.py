@@ -24,7 +24,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fedgmm.core.disclosure import cap_shares, common_entries
+from fedgmm.core.dominance import cap_shares, common_entries
 from fedgmm.core.em import (
     add_likelihoods,
     average_learners,
@@ -34,7 +34,6 @@ from fedgmm.core.em import (
     towards_independence,
 )
 from fedgmm.core.gaussians import Gaussians, covariance_shape, gaussians, log_densities
-from fedgmm.core.linalg import take
 from fedgmm.core.newton import (
     LeastSquaresSums,
     NewtonSums,
@@ -44,9 +43,7 @@ from fedgmm.core.newton import (
     newton_sums,
 )
 from fedgmm.core.params import Params, add_params, count_learners, expand_clients, is_statistic
-from fedgmm.core.scratch import empty_beside
 from fedgmm.core.server_optimisers import ServerOptimiser, ServerState
-from fedgmm.core.streaming import Block, accumulate
 from fedgmm.core.sums import Declaration, Sum, Sums, SumsError, check_sums, row_counts
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import (
@@ -63,6 +60,9 @@ from fedgmm.methods.local import check_log_likelihood
 from fedgmm.methods.local_training import LocalTraining
 from fedgmm.nets.learners import dominance_parts, log_likelihoods
 from fedgmm.nets.networks import Dense, as_numbers, function_of
+from fedgmm.support.linalg import take
+from fedgmm.support.scratch import empty_beside
+from fedgmm.support.streaming import Block, accumulate
 
 LearnerStart = Literal["tied", "split", "random"]
 LEARNER_STARTS: tuple[str, ...] = get_args(LearnerStart)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from fedgmm.core.disclosure import common_entries
+from fedgmm.core.dominance import common_entries
 from fedgmm.core.em import (
     Aggregation,
     client_weights,
@@ -39,8 +39,6 @@ from fedgmm.core.gaussians import (
     weighted_moments,
 )
 from fedgmm.core.moments import scatter_around_means
-from fedgmm.core.randomness import row_uniforms
-from fedgmm.core.streaming import Block, accumulate
 from fedgmm.core.sums import (
     Declaration,
     Sum,
@@ -53,6 +51,8 @@ from fedgmm.core.sums import (
 from fedgmm.data.federated import ClientRows
 from fedgmm.methods.base import RoundInfo
 from fedgmm.methods.centroids import Centroids, Start, local_centroids, server_means
+from fedgmm.support.randomness import row_uniforms
+from fedgmm.support.streaming import Block, accumulate
 
 Assign = Callable[[Tensor | None, Tensor, slice], tuple[Tensor, Tensor]]
 """Return responsibilities ``(n, M)`` and log-evidence ``(n,)`` of a block, given its residuals

@@ -25,7 +25,6 @@ from fedgmm.core.params import (
     take_clients,
     weighted_sum,
 )
-from fedgmm.core.streaming import accumulate
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import LARGEST_WEIGHT, DivergedError
 from fedgmm.nets.devices import accelerator_memory, out_of_memory_reason, use_less_memory
@@ -40,6 +39,7 @@ from fedgmm.nets.sgd import (
     plan_batches,
     train_local,
 )
+from fedgmm.support.streaming import accumulate
 from fedgmm.wording import counted
 
 Schedule = Literal["constant", "cooldown", "cosine", "sqrt"]

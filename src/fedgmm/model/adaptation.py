@@ -37,10 +37,10 @@ from fedgmm.core.predictive import (
     prior_strength,
     shares_of_models,
 )
-from fedgmm.core.scratch import counts_of, folder_of, row_blocks, stable_order, touched
 from fedgmm.methods.base import Prediction
 from fedgmm.model.predictions import EvaluatedRows, log_learners, log_weights
 from fedgmm.nets.learners import at_labels
+from fedgmm.support.scratch import counts_of, folder_of, row_blocks, stable_order, touched
 
 _GUESS_ROUNDS = 3  # iterations that guess label frequencies
 _RAISED = 1e-3  # share of the start that is uniform, because a weight of zero could never grow

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgmm.core.scratch import counts_of, gathered, ordered, row_blocks, where
+from fedgmm.support.scratch import counts_of, gathered, ordered, row_blocks, where
 
 FloatArray = NDArray[Any]  # float64; float32 within a bootstrap
 IntArray = NDArray[np.int64]

@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.core.checks import check_choice
 from fedgmm.core.gaussians import Gaussians
 from fedgmm.core.params import Params
 from fedgmm.data.inputs import NO_CLIENT
@@ -26,6 +25,7 @@ from fedgmm.methods.base import DENSITY
 from fedgmm.model.predictions import log_weights
 from fedgmm.nets.convolutional import Convolutional
 from fedgmm.nets.networks import Dense, function_of
+from fedgmm.support.checks import check_choice
 
 if TYPE_CHECKING:
     from sklearn.mixture import GaussianMixture

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.core.checks import check_choice
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import Prediction
 from fedgmm.model.metrics import finite_losses
 from fedgmm.model.predictions import client_codes, evaluate_arrays, evaluate_split
 from fedgmm.nets.networks import Dense, function_of
+from fedgmm.support.checks import check_choice
 
 if TYPE_CHECKING:
     from fedgmm.model.model import FederatedModel

@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgmm.core.predictive import NumberPredictions
-from fedgmm.core.scratch import (
+from fedgmm.model.bootstrap import ScoredRows, bootstrap, bootstrap_numbers, metrics_of
+from fedgmm.model.decisions import Decision, default_positive
+from fedgmm.model.predictions import at_codes
+from fedgmm.support.scratch import (
     counts_of,
     empty,
     gathered,
@@ -21,9 +24,6 @@ from fedgmm.core.scratch import (
     stable_order,
     sums_of,
 )
-from fedgmm.model.bootstrap import ScoredRows, bootstrap, bootstrap_numbers, metrics_of
-from fedgmm.model.decisions import Decision, default_positive
-from fedgmm.model.predictions import at_codes
 from fedgmm.wording import counted, percent
 
 FloatArray = NDArray[np.float64]

@@ -11,12 +11,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from fedgmm.core.checks import check_choice, check_number
 from fedgmm.core.moments import Scaling
 from fedgmm.core.params import count_learners
 from fedgmm.core.pca import PCA
 from fedgmm.core.predictive import NumberPredictions
-from fedgmm.core.scratch import counts_of
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.inputs import NO_CLIENT, codes_of_known_clients, column_order
 from fedgmm.methods.base import DENSITY, SHARED_LEARNERS, Prediction
@@ -50,6 +48,8 @@ from fedgmm.model.predictions import (
     labels_of,
     probabilities,
 )
+from fedgmm.support.checks import check_choice, check_number
+from fedgmm.support.scratch import counts_of
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:

@@ -17,7 +17,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from fedgmm.core.scratch import (
+from fedgmm.data.dataset import LabelledRows
+from fedgmm.data.inputs import NO_CLIENT
+from fedgmm.model.predictions import EvaluatedRows, evaluate_split
+from fedgmm.support.scratch import (
     concatenated,
     counts_of,
     empty,
@@ -26,9 +29,6 @@ from fedgmm.core.scratch import (
     stable_order,
     where,
 )
-from fedgmm.data.dataset import LabelledRows
-from fedgmm.data.inputs import NO_CLIENT
-from fedgmm.model.predictions import EvaluatedRows, evaluate_split
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:

@@ -28,14 +28,14 @@ from fedgmm.core.predictive import (
     log_learner_weights,
     log_marginal,
 )
-from fedgmm.core.scratch import blocks_in, empty, empty_beside, gathered, row_blocks
-from fedgmm.core.streaming import Block, accumulate, blocks_of
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.inputs import NO_CLIENT, numeric, order_columns
 from fedgmm.methods.base import Prediction
 from fedgmm.nets.learners import log_outputs
 from fedgmm.nets.modules import ModuleNetwork
 from fedgmm.nets.networks import as_numbers, function_of
+from fedgmm.support.scratch import blocks_in, empty, empty_beside, gathered, row_blocks
+from fedgmm.support.streaming import Block, accumulate, blocks_of
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:

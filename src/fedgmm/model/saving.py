@@ -26,13 +26,13 @@ from fedgmm.core.labels import LabelFrequencies
 from fedgmm.core.moments import Scaling
 from fedgmm.core.params import NOISE, count_learners
 from fedgmm.core.pca import PCA
-from fedgmm.core.scratch import blocks_in
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import Prediction
 from fedgmm.model.model import FederatedModel
 from fedgmm.model.novelty import CALIBRATIONS, ROW_CALIBRATIONS
 from fedgmm.nets.modules import ModuleNetwork
 from fedgmm.nets.networks import ModuleFactory, Network, Regression, function_of, network
+from fedgmm.support.scratch import blocks_in
 
 FORMAT = 2
 """Version of the layout; a newer one is refused."""

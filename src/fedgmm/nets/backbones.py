@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedgmm.core.checks import check_choice, check_integer
+from fedgmm.support.checks import check_choice, check_integer
 from fedgmm.wording import counted
 
 

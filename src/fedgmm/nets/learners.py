@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from fedgmm.core.gaussians import log_normal
-from fedgmm.core.linalg import matmul
 from fedgmm.core.params import Params, count_learners
 from fedgmm.nets.networks import SMALLEST_VARIANCE, Dense, Network
+from fedgmm.support.linalg import matmul
 
 _MAX_ACTIVATIONS = 512 * 1024 * 1024  # of the rows that shared learners evaluate in one block
 _LARGER_ON_ACCELERATORS = 4

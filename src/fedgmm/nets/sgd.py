@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedgmm.core.linalg import matmul, take
 from fedgmm.core.params import Params, is_statistic, take_clients
-from fedgmm.core.scratch import touched
 from fedgmm.nets.kernels.recording import recorder_of
 from fedgmm.nets.learners import class_margins, label_signs, likelihoods_of_logits
 from fedgmm.nets.networks import Dense, Network, OfModules, as_numbers
+from fedgmm.support.linalg import matmul, take
+from fedgmm.support.scratch import touched
 
 Rate = float | Tensor
 """A learning rate: a number, or a scalar tensor so that one recording works for every rate."""

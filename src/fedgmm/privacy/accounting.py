@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Annotated
 
-from fedgmm.core.checks import Count, Positive, check_fields, check_number, number
+from fedgmm.support.checks import Count, Positive, check_fields, check_number, number
 
 _LARGEST_MU = 1e6
 _SAFETY = 1e-12  # relative step that moves a root to the side that claims less privacy

@@ -1,6 +1,6 @@
 """A site's protection of single rows against a server that chooses the model of every round.
 
-:mod:`fedgmm.core.disclosure` keeps a sum from resting on few rows. Here are random weights of rows, so
+:mod:`fedgmm.core.dominance` keeps a sum from resting on few rows. Here are random weights of rows, so
 that two sums that differ by one row do not give it away, and bounds on the models that a site evaluates.
 Neither is differential privacy: a server that asks often enough can average the weights away.
 """

@@ -26,10 +26,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from fedgmm.core.checks import Positive, check_choice, check_fields, number
 from fedgmm.files import write_atomically
 from fedgmm.privacy.accounting import Release, spent
 from fedgmm.privacy.settings import UNITS
+from fedgmm.support.checks import Positive, check_choice, check_fields, number
 
 LEDGER = "ledger.jsonl"
 """Name of the ledger in the folder of a site or of a run."""

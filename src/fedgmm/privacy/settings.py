@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgmm.core.checks import (
+from fedgmm.support.checks import (
     Count,
     Flag,
     NonNegativeInt,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgmm.core.paired import Estimate, over_splits
+from fedgmm.support.paired import Estimate, over_splits
 
 if TYPE_CHECKING:
     from fedgmm.model.metrics import Evaluation

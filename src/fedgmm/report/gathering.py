@@ -32,10 +32,10 @@ from fedgmm.report.contents import (
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:
-    from fedgmm.core.paired import Estimate
     from fedgmm.data.dataset import FederatedDataset, LabelledRows
     from fedgmm.model.metrics import Evaluation
     from fedgmm.model.model import FederatedModel
+    from fedgmm.support.paired import Estimate
 
 # Titles of the series of the history, in the order of the panels.
 _SERIES = {

@@ -31,7 +31,7 @@ from fedgmm.runs.fitting import usual_pca
 from fedgmm.runs.folder import RunFolder, finite
 from fedgmm.runs.run import open_run
 from fedgmm.training.build import solver_of
-from fedgmm.training.local import INTERRUPTED, DivergenceWarning, train
+from fedgmm.training.in_process import INTERRUPTED, DivergenceWarning, train
 from fedgmm.training.options import ALGORITHMS, TrainingOptions
 from fedgmm.training.selection import choose_sizes, local_score, noise_in
 from fedgmm.wording import counted

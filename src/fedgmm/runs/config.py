@@ -8,7 +8,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fedgmm.core.checks import (
+from fedgmm.data.embed import Embedding
+from fedgmm.data.tables.preprocessing import TableOptions
+from fedgmm.methods.base import DENSITY
+from fedgmm.privacy.settings import Privacy
+from fedgmm.support.checks import (
     Count,
     Texts,
     check_choice,
@@ -17,10 +21,6 @@ from fedgmm.core.checks import (
     check_text,
     optional_fields,
 )
-from fedgmm.data.embed import Embedding
-from fedgmm.data.tables.preprocessing import TableOptions
-from fedgmm.methods.base import DENSITY
-from fedgmm.privacy.settings import Privacy
 from fedgmm.training.options import TrainingOptions
 
 _SIZES = ("components", "learners")

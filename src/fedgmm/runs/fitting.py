@@ -36,7 +36,7 @@ from fedgmm.runs.folder import (
 )
 from fedgmm.runs.run import FederatedRun, has_common_model, open_run
 from fedgmm.training.checkpoint import Checkpoint, read_checkpoint
-from fedgmm.training.local import (
+from fedgmm.training.in_process import (
     INTERRUPTED,
     DivergenceWarning,
     OnTrainingRound,

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgmm.core.paired import Estimate, over_resamples, over_splits
 from fedgmm.methods.base import TITLES
 from fedgmm.model.bootstrap import resample, resample_r2
 from fedgmm.model.metrics import Evaluation, RegressionEvaluation
@@ -25,6 +24,7 @@ from fedgmm.runs.comparison import (
     compare,
 )
 from fedgmm.runs.folder import RunFolder, write_json
+from fedgmm.support.paired import Estimate, over_resamples, over_splits
 from fedgmm.wording import counted
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedgmm.core.paired import Estimate
 from fedgmm.data.embed import originals
 from fedgmm.data.tables.files import Notify, client_name
 from fedgmm.data.tables.loading import read_rows
@@ -23,6 +22,7 @@ from fedgmm.report.gathering import gather
 from fedgmm.report.page import metric_text, metric_title, templates, write_report
 from fedgmm.runs.config import read_config
 from fedgmm.runs.folder import RunError, RunFolder, read_history, read_json
+from fedgmm.support.paired import Estimate
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedgmm.core.checks import check_choice
 from fedgmm.data.embed import Embedding
 from fedgmm.data.tables.errors import TableError
 from fedgmm.data.tables.files import Notify, client_name, find_tables, path_of
@@ -37,6 +36,7 @@ from fedgmm.runs.folder import (
     read_json,
     write_json,
 )
+from fedgmm.support.checks import check_choice
 from fedgmm.wording import counted, first_few
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from fedgmm.methods.base import DENSITY
 from fedgmm.training.build import build
 from fedgmm.training.checkpoint import Checkpoint
-from fedgmm.training.local import DivergenceWarning, OnTrainingRound, train
+from fedgmm.training.in_process import DivergenceWarning, OnTrainingRound, train
 from fedgmm.training.options import ALGORITHMS, TrainingOptions
 
 __all__ = [

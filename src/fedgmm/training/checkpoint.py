@@ -20,11 +20,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from fedgmm.core.checks import check_integer
-from fedgmm.core.scratch import touched
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import AnyMethod
+from fedgmm.support.checks import check_integer
+from fedgmm.support.scratch import touched
 from fedgmm.training.state_arrays import StateDecoder, StateError, hints_of, laid_out, take_apart
 
 FORMAT = 1

@@ -26,8 +26,6 @@ from torch import Tensor
 
 from fedgmm.core.gaussians import Gaussians
 from fedgmm.core.params import Params
-from fedgmm.core.randomness import client_keys
-from fedgmm.core.streaming import lanes_only
 from fedgmm.core.sums import Sums
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.data.federated import ClientRows
@@ -37,9 +35,11 @@ from fedgmm.methods.gmm import Assignment, FederatedGMM, gaussian_of, sums_of_al
 from fedgmm.model.model import FederatedModel
 from fedgmm.model.saving import load, save
 from fedgmm.nets.devices import resolve_device
+from fedgmm.support.randomness import client_keys
+from fedgmm.support.streaming import lanes_only
 from fedgmm.training.build import build, build_warm_up, learner_network
 from fedgmm.training.checkpoint import Phase
-from fedgmm.training.local import LocalClients
+from fedgmm.training.in_process import LocalClients
 from fedgmm.training.loop import Replies, named, step_of, unnamed
 from fedgmm.training.options import TrainingOptions
 from fedgmm.training.ranks import (

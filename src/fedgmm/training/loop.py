@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from fedgmm.core.params import Params, take_clients
-from fedgmm.core.randomness import client_keys, row_uniforms
 from fedgmm.core.sums import Sums
 from fedgmm.methods.base import (
     DENSITY,
@@ -31,6 +30,7 @@ from fedgmm.methods.base import (
     RoundInfo,
     Shared,
 )
+from fedgmm.support.randomness import client_keys, row_uniforms
 from fedgmm.training.checkpoint import Best, Phase, Progress
 from fedgmm.training.options import TrainingOptions
 from fedgmm.training.state_arrays import all_finite

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-from fedgmm.core.checks import (
+from fedgmm.core.em import AGGREGATIONS
+from fedgmm.core.gaussians import COVARIANCE_TYPES
+from fedgmm.core.server_optimisers import SERVER_KINDS
+from fedgmm.methods.base import DENSITY, SHARED_LEARNERS
+from fedgmm.methods.fedgmm import LEARNER_STARTS
+from fedgmm.methods.local_training import SCHEDULES
+from fedgmm.nets.networks import ModuleFactory
+from fedgmm.support.checks import (
     Count,
     Flag,
     NonNegative,
@@ -16,13 +23,6 @@ from fedgmm.core.checks import (
     number,
     one_of,
 )
-from fedgmm.core.em import AGGREGATIONS
-from fedgmm.core.gaussians import COVARIANCE_TYPES
-from fedgmm.core.server_optimisers import SERVER_KINDS
-from fedgmm.methods.base import DENSITY, SHARED_LEARNERS
-from fedgmm.methods.fedgmm import LEARNER_STARTS
-from fedgmm.methods.local_training import SCHEDULES
-from fedgmm.nets.networks import ModuleFactory
 
 ALGORITHMS = ("fedgmm", "fedem", "fedavg", "fedprox", "fedavg+", "local", "clustered", "pfedme")
 

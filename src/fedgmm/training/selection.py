@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 from fedgmm.core.gaussians import CovarianceType
-from fedgmm.core.scratch import counts_of
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods.base import DENSITY
 from fedgmm.model.model import FederatedModel
+from fedgmm.support.scratch import counts_of
 from fedgmm.training.checkpoint import read_checkpoint
-from fedgmm.training.local import INTERRUPTED, DivergenceWarning, train
+from fedgmm.training.in_process import INTERRUPTED, DivergenceWarning, train
 from fedgmm.training.options import TrainingOptions
 from fedgmm.wording import counted
 

@@ -17,7 +17,7 @@ from fedgmm.experiments.study import StudyContext, prepare_federation
 from fedgmm.experiments.trials import StudyFolderError, tuned_options
 from fedgmm.methods.base import TITLES
 from fedgmm.runs import comparison
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from tiny_images import FAST
 
 pytestmark = pytest.mark.usefixtures("few_rates")

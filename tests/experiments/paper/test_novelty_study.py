@@ -38,7 +38,7 @@ from fedgmm.experiments.trials import (
     tuned_options,
 )
 from fedgmm.methods.base import TITLES
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from tiny_images import write_mnist
 
 pytestmark = pytest.mark.usefixtures("few_rates")

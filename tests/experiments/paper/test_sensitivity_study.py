@@ -13,7 +13,7 @@ from fedgmm.experiments import study as engine
 from fedgmm.experiments import trials
 from fedgmm.experiments.paper.sensitivity import SensitivityStudy, reproduce_sensitivity
 from fedgmm.experiments.study import StudyContext, prepare_federation
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from tiny_images import FAST
 
 pytestmark = pytest.mark.usefixtures("few_rates")

@@ -24,7 +24,7 @@ from fedgmm.experiments.paper.unseen import (
 )
 from fedgmm.experiments.study import StudyContext
 from fedgmm.experiments.trials import tuned_options
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from tiny_images import FAST, write_femnist
 
 pytestmark = pytest.mark.usefixtures("few_rates")

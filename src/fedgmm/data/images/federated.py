@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedgmm.core.randomness import client_keys
 from fedgmm.data.dataset import PAPER_SPLIT, SPLITS, FederatedDataset, LabelledRows, split_rows
 from fedgmm.data.federated import ClientRows
 from fedgmm.data.images.files import WHITE, ImageData
@@ -21,6 +20,7 @@ from fedgmm.data.partition import (
     pachinko,
     transform_images,
 )
+from fedgmm.support.randomness import client_keys
 from fedgmm.wording import counted
 
 IntArray = NDArray[np.int64]

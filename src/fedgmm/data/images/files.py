@@ -35,8 +35,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgmm.core.checks import check_choice
 from fedgmm.files import write_atomically
+from fedgmm.support.checks import check_choice
 from fedgmm.wording import counted, first_few
 
 ImageName = Literal["mnist", "cifar10", "cifar100", "femnist"]

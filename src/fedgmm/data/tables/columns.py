@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from fedgmm.core.scratch import (
+from fedgmm.support.scratch import (
     active,
     copied,
     empty,
@@ -193,7 +193,7 @@ class ColumnValues:
         return cls("empty", numbers, codes, pa.array([], pa.string()), True)
 
     def on_disk(self) -> ColumnValues:
-        """Return the same values with large arrays in scratch files, see :mod:`fedgmm.core.scratch`."""
+        """Return the same values with large arrays in scratch files, see :mod:`fedgmm.support.scratch`."""
         return replace(
             self,
             numbers=kept(self.numbers) if isinstance(self.numbers, np.ndarray) else self.numbers,

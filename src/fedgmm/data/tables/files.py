@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fedgmm.core.scratch import active, released_at_once
 from fedgmm.data.tables.columns import (
     PLAIN,
     ColumnValues,
@@ -24,6 +23,7 @@ from fedgmm.data.tables.columns import (
 )
 from fedgmm.data.tables.errors import TableError, listed, quoted
 from fedgmm.data.tables.text_files import Dialect, parse_text, sniff
+from fedgmm.support.scratch import active, released_at_once
 from fedgmm.wording import counted
 
 _SUFFIXES = (".csv", ".tsv", ".parquet", ".npz", ".csv.gz", ".tsv.gz")

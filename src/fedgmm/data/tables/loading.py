@@ -20,20 +20,6 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from fedgmm.core.randomness import client_keys
-from fedgmm.core.scratch import (
-    as_bytes,
-    available_memory,
-    concatenated,
-    counts_of,
-    empty,
-    gathered,
-    row_blocks,
-    scratch,
-    stable_order,
-    touched,
-    where,
-)
 from fedgmm.data.dataset import FederatedDataset, LabelledRows, split_rows
 from fedgmm.data.federated import client_rows
 from fedgmm.data.tables.agreement import (
@@ -65,6 +51,20 @@ from fedgmm.data.tables.preprocessing import (
 )
 from fedgmm.data.tables.summaries import ClientPart, ClientSummary, ColumnSummary, summarise_columns
 from fedgmm.data.tables.text_files import no_header
+from fedgmm.support.randomness import client_keys
+from fedgmm.support.scratch import (
+    as_bytes,
+    available_memory,
+    concatenated,
+    counts_of,
+    empty,
+    gathered,
+    row_blocks,
+    scratch,
+    stable_order,
+    touched,
+    where,
+)
 from fedgmm.wording import counted
 
 ONE_CLIENT = (

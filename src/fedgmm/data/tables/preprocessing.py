@@ -14,18 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedgmm.core.checks import (
-    Flag,
-    NonNegativeInt,
-    Text,
-    Texts,
-    check_fields,
-    integer,
-    number,
-    one_of,
-)
 from fedgmm.core.moments import Scaling
-from fedgmm.core.scratch import as_bytes, gathered, row_blocks, where
 from fedgmm.data.dataset import TASKS
 from fedgmm.data.inputs import looks_continuous
 from fedgmm.data.tables.columns import (
@@ -42,6 +31,17 @@ from fedgmm.data.tables.columns import (
 )
 from fedgmm.data.tables.errors import TableError, ValueKindError, listed, quoted, similar_name
 from fedgmm.data.tables.summaries import look_like_names
+from fedgmm.support.checks import (
+    Flag,
+    NonNegativeInt,
+    Text,
+    Texts,
+    check_fields,
+    integer,
+    number,
+    one_of,
+)
+from fedgmm.support.scratch import as_bytes, gathered, row_blocks, where
 from fedgmm.wording import first_few
 
 Role = Literal["number", "date", "category", "ignored"]

@@ -14,8 +14,8 @@ from typing import cast
 import numpy as np
 
 from fedgmm.core.moments import Pooled, pool
-from fedgmm.core.scratch import row_blocks, touched
 from fedgmm.data.tables.columns import ColumnValues, FloatArray, IntArray, Kind, without_point
+from fedgmm.support.scratch import row_blocks, touched
 
 _BLOCK_ROWS = 16_384
 _ALWAYS_LISTED = 100  # any client may list this many distinct texts

@@ -17,9 +17,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fedgmm.core.scratch import active
 from fedgmm.data.tables.columns import MISSING, PLAIN, FileFormat, table_on_disk
 from fedgmm.data.tables.errors import HeaderError, TableError, listed
+from fedgmm.support.scratch import active
 from fedgmm.wording import counted
 
 _TRUE, _FALSE = ["true", "True", "TRUE"], ["false", "False", "FALSE"]

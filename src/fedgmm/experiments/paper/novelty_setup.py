@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.core.checks import check_choice, check_integer
 from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.embeddings import (
     EncodedFederation,
@@ -52,6 +51,7 @@ from fedgmm.experiments.study import (
 )
 from fedgmm.experiments.trials import Record, TrialFolder
 from fedgmm.model.novelty import novelty_metrics
+from fedgmm.support.checks import check_choice, check_integer
 from fedgmm.wording import counted
 
 IntArray = NDArray[np.int64]

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedgmm.core.checks import check_choice
 from fedgmm.data.embeddings import encode_images
 from fedgmm.data.encoders import Encoder, ResNet18Encoder, device_of
 from fedgmm.nets.backbones import ResNet18
+from fedgmm.support.checks import check_choice
 
 REPRESENTATIONS = ("plain", "direction", "direction and length", "stages", "deviations")
 """Ways to represent a row.

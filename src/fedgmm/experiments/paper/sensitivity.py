@@ -9,7 +9,6 @@ from typing import Self
 
 import numpy as np
 
-from fedgmm.core.checks import check_integer
 from fedgmm.experiments.settings import Choice, ImageStudy
 from fedgmm.experiments.study import (
     StudyContext,
@@ -19,6 +18,7 @@ from fedgmm.experiments.study import (
 )
 from fedgmm.experiments.tables import markdown_table, mean_and_spread
 from fedgmm.experiments.trials import Federation, Record, Trial
+from fedgmm.support.checks import check_integer
 from fedgmm.wording import counted
 
 

@@ -23,7 +23,7 @@ from fedgmm.experiments.tables import markdown_table, mean_and_spread, paper_val
 from fedgmm.methods.base import TITLES
 from fedgmm.report.plots import COLOURS, new_figure, quiet, save_figure
 from fedgmm.runs.comparison import PAPER_GRID, Notify, compare
-from fedgmm.training.local import train
+from fedgmm.training.in_process import train
 from fedgmm.wording import counted
 
 FloatArray = NDArray[np.float64]

@@ -15,10 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedgmm.core.checks import check_choice, check_integer
 from fedgmm.core.labels import LabelFrequencies
 from fedgmm.core.params import expand_clients
-from fedgmm.core.randomness import client_keys
 from fedgmm.data.dataset import SPLITS, FederatedDataset, LabelledRows
 from fedgmm.data.federated import ClientRows
 from fedgmm.experiments.settings import ImageStudy
@@ -38,6 +36,8 @@ from fedgmm.experiments.trials import Record, Trial
 from fedgmm.methods.base import TITLES, Prediction
 from fedgmm.methods.batch_statistics import recompute_statistics
 from fedgmm.model.model import FederatedModel
+from fedgmm.support.checks import check_choice, check_integer
+from fedgmm.support.randomness import client_keys
 from fedgmm.training.build import build
 from fedgmm.training.options import TrainingOptions
 from fedgmm.wording import counted

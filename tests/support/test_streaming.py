@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
 
-from fedgmm.core import streaming
-from fedgmm.core.streaming import accumulate, block_rows, blocks_of, lanes_only
+from fedgmm.support import streaming
+from fedgmm.support.streaming import accumulate, block_rows, blocks_of, lanes_only
 
 CPU = torch.device("cpu")
 
@@ -102,7 +102,7 @@ def test_no_lane_has_a_team_of_openmp():
         """
         import torch
         from threadpoolctl import threadpool_info
-        from fedgmm.core.streaming import accumulate
+        from fedgmm.support.streaming import accumulate
 
         torch.set_num_threads(2)
         seen = set()

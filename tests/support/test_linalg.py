@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedgmm.core.linalg import cholesky_or_repair, matmul, matmul_upper, solve, weighted_gram
+from fedgmm.support.linalg import cholesky_or_repair, matmul, matmul_upper, solve, weighted_gram
 from oracles import assert_close
 
 COLUMNS = [1, 2, 3, 15, 16, 17, 31, 48]

@@ -15,11 +15,9 @@ from typing import Any, Literal, Never
 import numpy as np
 import torch
 
-from fedgmm.core.checks import check_integer, check_known
 from fedgmm.core.moments import Scaling, scaled, scaling_of
 from fedgmm.core.params import Params
 from fedgmm.core.pca import PCA, fit_pca, moments_of
-from fedgmm.core.streaming import lanes_only
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.federated import ClientRows
 from fedgmm.files import sha256_of
@@ -42,6 +40,8 @@ from fedgmm.nets.modules import ModuleNetwork
 from fedgmm.nets.networks import ModuleFactory, function_of
 from fedgmm.privacy.private_networks import private_method
 from fedgmm.privacy.settings import Privacy
+from fedgmm.support.checks import check_integer, check_known
+from fedgmm.support.streaming import lanes_only
 from fedgmm.training.build import build, build_warm_up, learner_network, pretrained_learner
 from fedgmm.training.checkpoint import (
     DENSITY_OPTIONS,

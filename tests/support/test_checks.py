@@ -6,7 +6,7 @@ from typing import Annotated
 import numpy as np
 import pytest
 
-from fedgmm.core.checks import (
+from fedgmm.support.checks import (
     Count,
     Flag,
     Positive,

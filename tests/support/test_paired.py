@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedgmm.core.paired import over_resamples, over_splits
+from fedgmm.support.paired import over_resamples, over_splits
 
 
 def test_independent_splits_give_the_t_test(rng):

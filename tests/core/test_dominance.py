@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedgmm.core.disclosure import cap_shares, common_entries
+from fedgmm.core.dominance import cap_shares, common_entries
 
 
 def cap(weights, parts, fewest, rounding=0.0):

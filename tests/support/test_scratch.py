@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedgmm.core import scratch
-from fedgmm.core.scratch import as_bytes, available_memory, empty, empty_beside, folder_of, kept
+from fedgmm.support import scratch
+from fedgmm.support.scratch import as_bytes, available_memory, empty, empty_beside, folder_of, kept
 
 
 @pytest.fixture

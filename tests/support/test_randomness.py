@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest, pearsonr
 
-from fedgmm.core.randomness import client_keys, row_uniforms
+from fedgmm.support.randomness import client_keys, row_uniforms
 
 N = 20_000
 

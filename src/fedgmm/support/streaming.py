@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 import torch
 from threadpoolctl import ThreadpoolController
 
-from fedgmm.core.scratch import touched
+from fedgmm.support.scratch import touched
 
 Block = tuple[int, int, int]
 """A run of rows: chunk, first row, last row (exclusive), counted within the chunk."""

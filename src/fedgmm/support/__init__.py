@@ -1,0 +1,1 @@
+"""Tools for the other rooms that know nothing of mixtures: blocks of rows, scratch files, checks."""
