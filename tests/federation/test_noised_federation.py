@@ -299,7 +299,7 @@ ATTACKS = {
     "the first one again": (lambda r: changed(r[0], other_numbers(r[0])), "with other numbers"),
     "the last one again": (lambda r: changed(r[-1], other_numbers(r[-1])), "with other numbers"),
     "a second start": (lambda r: changed(r[0], run="ab" * 8), "another run"),
-    "another name": (lambda r: changed(r[1], release="round"), "did not name"),
+    "another name": (lambda r: changed(r[1], release="round"), "another release"),
     "less noise": (lambda r: changed(r[-1], mu=r[-1].facts["mu"] * 1.01), "less noise"),
     "a budget of its own": (
         lambda r: changed(r[-1], privacy={**r[-1].facts["privacy"], "epsilon": 60.0}),

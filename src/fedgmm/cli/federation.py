@@ -55,7 +55,7 @@ def server(
 ) -> None:
     """Run the server of a federation: wait for the sites, train, evaluate, report. Rows stay at the sites.
 
-    Options that are not given are read from the section [server] of the config.
+    Options that are not given are read from the sections [server] and [federation] of the config.
 
     Started again, the server resumes from its last checkpoint. After the last round, it gives the model
     to sites that join with --adapt-only.
@@ -79,7 +79,8 @@ def server(
             Default: 60.
         min_rows: Sites withhold moments, learners and centroids of components in which they have fewer
             rows. Default: 0, because each site has its own number.
-        max_share: Largest share of all rows that a site counts for. Default: three times the median site.
+        max_share: Largest share of all rows that a site counts for. Default: three times the median
+            site, from six sites on.
         max_norm: Sums per row that are more than this many times the median of the sites count less.
             Default: 3, and 10 with fewer than six sites.
         robust: none adds the sums of the sites; trimmed and centred take robust means of them. Default:

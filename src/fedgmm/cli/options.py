@@ -58,7 +58,7 @@ class FileOptions:
         no_header: The first line holds values; the columns are called column_1, column_2 and so on.
         names: Names of the columns of files without a header: a,b,c. May be repeated.
         missing_values: Text or number that means a missing value, such as -9. May be repeated.
-        date_format: How dates are written, such as %d.%m.%Y or %m/%d/%y.
+        date_format: Format of dates, such as %d.%m.%Y or %m/%d/%y.
     """
 
     no_header: Annotated[bool, Option("--no-header")] = False
@@ -221,7 +221,7 @@ def _options(owner: Any) -> Iterator[inspect.Parameter]:
 
 
 def _build(owner: Any, values: dict[str, Any]) -> Any:
-    """Call a function or class with the values of its parameters, of which some are made of others."""
+    """Call a function or class with its values; groups of options are built first."""
     return owner(
         **{
             name: _build(kind, values) if is_dataclass(kind) else values[name]

@@ -173,7 +173,8 @@ def fit(
             in the run folder. Default: half of the available memory.
         images: The files are folders of images, one per client, with one folder per class, or tables with
             --image-column; they are embedded first.
-        label_from_folder: The label of an image is the name of its folder. Default with --images.
+        label_from_folder: With --images, the label of an image is the name of its folder, as by default.
+            Excludes --label.
         text: Column of texts, which are embedded first.
         config: TOML file with options; options given here replace its own.
         algorithm: fedgmm, fedem, fedavg, fedprox, fedavg+, local, clustered, pfedme, or gmm (no labels).
@@ -183,8 +184,8 @@ def fit(
         learners: Number of learners, or auto to choose it on validation rows. Default: auto for small data,
             otherwise 3.
         learner: Kind of learner: linear or mlp. Default: linear.
-        pca: Number of principal components by which the Gaussians see the vectors (without vectors: all
-            columns). Default: 48 for longer vectors, else no reduction.
+        pca: Number of principal components of the vectors (without vectors: of all columns) that the
+            Gaussians use. Default: 48 for longer vectors, else no reduction.
         rounds: Largest number of rounds; training ends earlier once the likelihood has converged. Default:
             100.
         seed: Seed of all random numbers. Default: 0.
@@ -193,7 +194,7 @@ def fit(
         checkpoint_every: Rounds between two checkpoints. Default: 5.
         epsilon: Budget of differential privacy; needs --delta, --bounds and --categories.
         delta: Probability with which the budget may fail, such as 1e-5.
-        unit: What a budget protects: row, person or client. Default: row.
+        unit: Unit that the budget protects: row, person or client. Default: row.
         person_column: Column that names the person of a row, for --unit person; not an input.
         bounds: Declared smallest and largest value: LOW:HIGH for all columns, or COLUMN=LOW:HIGH. May be
             repeated.

@@ -1,4 +1,4 @@
-"""The EM algorithm of the paper: the E-step, the M-step, and every equation of the server.
+"""The EM algorithm of the paper: the E-step, the M-step of ``π_c``, and the server's equations.
 
 A round of FedGMM::
 
@@ -13,8 +13,8 @@ Every equation of the paper's server is a ratio of sums over clients. ``responsi
 ``client_weights`` take any leading axes.
 
 The densities ``log N`` and the weighted moments are in :mod:`fedgmm.core.gaussians`, the likelihoods
-``log P_θ(y|x)`` in :mod:`fedgmm.nets.learners`, and exact steps of linear learners in
-:mod:`fedgmm.core.newton`.
+``log P_θ(y|x)`` in :mod:`fedgmm.nets.learners`. A client's learners ``θ_mc``, the argmax of (M), come
+from :func:`fedgmm.nets.sgd.train_local`, or by exact steps from :mod:`fedgmm.core.newton`.
 """
 
 from __future__ import annotations

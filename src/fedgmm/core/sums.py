@@ -42,8 +42,8 @@ class Sum:
     largest: float = math.inf
     # relative error that the client's arithmetic may leave, in units of the largest entry
     rounding: float = 0.0
-    # name of the sum whose largest entry that is, for a matrix that is a difference of larger ones;
-    # ``None`` means the sum itself
+    # name of the sum whose largest entry is the unit of ``rounding``, for a matrix that is a
+    # difference of larger ones; ``None`` means this sum itself
     size_of: str | None = None
     # the last two axes are a symmetric positive semidefinite matrix, so a triangle travels
     semidefinite: bool = False

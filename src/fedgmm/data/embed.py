@@ -459,5 +459,5 @@ def _image(path: Path | None, size: int) -> Tensor:
     except Image.DecompressionBombError:
         raise _UnreadableError("the image is too large") from None
     except Exception:  # a damaged image fails in many ways
-        raise _UnreadableError("the image is damaged or of an unknown kind") from None
+        raise _UnreadableError("the image is damaged or its format is unknown") from None
     return torch.from_numpy(np.array(fitted)).movedim(-1, 0)

@@ -61,7 +61,7 @@ def select_components(
         check_integer("candidates", size, 1)
     sizes = sorted(set(sizes))
     if "n_components" in parameters:
-        raise ValueError("n_components cannot be given, it is chosen; pass candidates instead.")
+        raise ValueError("n_components is chosen and cannot be given; pass candidates instead.")
     rows = as_pairs(X) or X
     fitted = {
         size: FederatedGaussianMixture(size, **parameters).fit(rows, clients=clients)

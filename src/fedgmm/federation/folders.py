@@ -114,7 +114,7 @@ class SiteFolder(_Folder):
         write_atomically(place, save({"secret": secret_bytes, "vector": vector}))
 
     def keep_release(self, run: str, place: int, vector: Elements, share: float) -> None:
-        """Keep a noisy vector, so that the same noise is sent again, and the deviation of its noise."""
+        """Keep a noisy vector and its noise's deviation, so that a repeated request gets the same noise."""
         numbers = {"vector": vector, "share": np.array([share])}
         write_atomically(self._release(run, place), save(numbers))
 

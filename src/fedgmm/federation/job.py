@@ -159,7 +159,7 @@ class Job:
         )
 
     def private_parts(self, shared: Any) -> dict[str, Any]:
-        """Return what a model of noised sums has beside its parameters; nothing without noise."""
+        """Return the scaling, positive class and budget of a model of noised sums; empty without noise."""
         if self.private is None or self.privacy is None:
             return {}
         assert self.privacy.delta is not None

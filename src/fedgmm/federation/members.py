@@ -500,7 +500,7 @@ def declared_rows(member: Member, reply: Message) -> int:
     """Return the training rows of a site, which must stay as they were declared, or raise ``WireError``."""
     rows = reply.facts.get("rows")
     if type(rows) is not int or not 0 < rows <= MOST_ROWS:
-        raise WireError(f"it declares {rows!r:.40} rows")
+        raise WireError(f"it declares {rows!r:.40} rows, not a number from 1 to {MOST_ROWS:,}")
     if member.rows is not None and rows != member.rows:
         raise WireError(f"it declares {counted(rows, 'row')}, but had declared {member.rows}")
     return rows

@@ -1,8 +1,9 @@
 """Messages between server and sites: named numeric arrays and plain JSON, checked before use.
 
 Nothing in a message can run: there is no pickle, there are no class names, and every array has a dtype
-of a short list. :mod:`fedgmm.federation.server` lists all requests and replies. This module imports
-only NumPy, so that a program that relays messages starts fast.
+of a short list. :mod:`fedgmm.federation.server` lists all requests and replies, and
+:meth:`fedgmm.methods.fedgmm.FedGMM.declare_sums` the sums of a round. This module imports only NumPy, so
+that a program that relays messages starts fast.
 """
 
 from __future__ import annotations

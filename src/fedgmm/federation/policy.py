@@ -1,6 +1,6 @@
 """A site's own rules: what a server may ask, in which order, and a record of everything that left.
 
-A server could learn rows by asking the same site many slightly different questions. So a site agrees to
+A server could learn rows by sending the same site many slightly different requests. So a site agrees to
 one plan, with the first requests of a run, and keeps it on its own disk (``agreement.json``): how the table
 is read and split, the options, the number of rounds, the preprocessing. It then replies to one start and
 to one request per round, in order. A request may be repeated, because messages get lost, but only

@@ -127,7 +127,7 @@ def planned_release(job: Job, request: Message) -> tuple[PrivateMixture, str, fl
     (name, most), mu = plan[place], request.facts.get("mu")
     if request.facts.get("release") != name:
         raise MessageError(
-            f"release {place} of the plan is {name!r}, which the server did not name."
+            f"the server asks for another release than number {place} of the plan, {name!r}."
         )
     if not isinstance(mu, float) or not 0 < mu <= most * (1 + 1e-12):
         raise MessageError(f"the server asks for release {place} with less noise than its plan.")

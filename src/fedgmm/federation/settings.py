@@ -70,7 +70,7 @@ class FederationSettings:
         largest_message: largest size of a message in bytes.
         start_timeout: seconds to wait for the sites at the start; ``None`` waits without limit.
         max_share: largest share of all rows that one site counts for; ``None`` lets a site count for three
-            times the median site, from four sites on, see :func:`fedgmm.privacy.influence.row_weights`.
+            times the median site, from six sites on, see :func:`fedgmm.privacy.influence.row_weights`.
         max_norm: a site whose sums per row are more than this many times as large as the median of the
             sites counts less; ``None`` means 3, and 10 with fewer than six sites, see
             :class:`fedgmm.privacy.influence.Cohort`.
@@ -219,7 +219,7 @@ class SiteSettings:
         no_header: the first line of the file holds values.
         names: names of the columns of a file without a header.
         missing_values: further texts or numbers that mean a missing value.
-        date_format: how dates are written.
+        date_format: format of dates.
         min_count: categories of fewer rows than this are not sent; their rows count as "other".
         labels: texts of labels that the site sends even if fewer rows than ``min_count`` have them.
         max_rounds: rounds that the owner allows; ``None`` allows those of the server's first plan.
@@ -233,7 +233,8 @@ class SiteSettings:
         min_sites: fewest sites in a sum; a larger number also refuses runs without masks.
         embedding: how the site made its vectors, so that its run embeds later images or texts, too.
 
-    The four about the format of the file replace those of the federation where they are given.
+    ``no_header``, ``names``, ``missing_values`` and ``date_format`` replace those of the federation if they
+    are given.
     """
 
     data: tuple[Path, ...]

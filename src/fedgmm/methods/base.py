@@ -69,7 +69,7 @@ class NamedRows(Protocol):
 
 @dataclass(frozen=True)
 class RoundInfo:
-    """Diagnostics of a round; only the stopping rule uses them."""
+    """Diagnostics of a round, for the stopping rule, the history and warnings; no equation uses them."""
 
     log_likelihood: float  # mean over rows under the parameters that entered the round
     empty_components: tuple[int, ...] = ()  # components without rows

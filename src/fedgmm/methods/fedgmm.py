@@ -314,7 +314,12 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
     # ------------------------------------------------------------------ sums and broadcasts
 
     def declare_sums(self, columns: int) -> dict[str, Sum]:
-        """Declare counts, moments of the Gaussians, and learners or the sums of their exact steps."""
+        """Declare what a client sends in a round.
+
+        That is ``counts`` (``γ_c``), ``log_likelihood``, the moments of the Gaussians
+        (:meth:`FederatedGMM.declare_sums`), ``learner_counts``, and ``learners/...``: the means of
+        ``θ_mc``, or the sums of exact steps.
+        """
         m1, m2 = self.gaussians.components, self.learners
         found = self.gaussians.declare_sums(columns, m1 * m2)
         if not self.density:

@@ -118,7 +118,7 @@ class _ClientGraph:
         return self("Cast", value, to=helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
 
     def reduce(self, operator: str, value: str, *axes: int) -> str:
-        """Reduce over axes, counted from the first: of no rows onnxruntime reduces no negative ones."""
+        """Reduce over axes; onnxruntime rejects negative ones if there are no rows."""
         return self(operator, value, np.array(axes), keepdims=0)
 
     def build(self) -> Any:

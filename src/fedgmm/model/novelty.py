@@ -235,9 +235,9 @@ def client_p_values(
     rows is compared in ``log P(x)`` with rows of all clients, after each client's scores were
     standardised by its own location and scale, and with all of its own rows. The p-value is the mean of
     both: the first varies less, and the second does not assume that the scores of clients differ in
-    location and scale only. A row below all own rows has the smaller one of mean and first. The rate
-    was seen to differ by 0.8 % with 200 held-out rows and by 2 % with 20. Other scores have no such common
-    shape, so their few rows must do.
+    location and scale only. A row that scores below all rows of its client gets the first
+    p-value if that is smaller. Other scores have no such common shape, so they are compared with the
+    client's few held-out rows alone.
     """
     if "client" not in calibration:
         return None

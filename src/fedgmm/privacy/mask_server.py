@@ -125,7 +125,7 @@ class Aggregation:
     def add_masked(self, code: int, vector: Elements, signature: Bytes) -> None:
         """Add a sender's vector to the sum, once."""
         if code not in self.senders or code in self._uploads or self._closed:
-            raise MaskError("the site cannot add a vector now")
+            raise MaskError("the site is not a sender, has sent its vector, or the sum is closed")
         signature = checked_bytes(signature, SIGNATURE_BYTES)
         if vector.dtype != np.uint64 or vector.ndim != 1:
             raise MaskError("the vector is not one of elements of Z_2^64")

@@ -10,8 +10,8 @@ seed of the site alone. Shares of ``b_u``, and of the key behind all ``k_uv``, a
 the mask key of those that dropped, never both. This is the protocol of Bonawitz et al. (2017) with the
 sparse graphs of Bell et al. (2020) for more than 100 sites (:mod:`fedgmm.privacy.site_sets`).
 
-One aggregation has four phases. The first two ride along with the aggregation before, so a round of
-training needs two exchanges:
+One aggregation has four phases. The messages of the first two travel with the previous aggregation,
+so a round of training needs two exchanges:
 
 ===========  ==========================================  =============================================
 phase        request of the server                       reply of a site
@@ -28,8 +28,8 @@ that they did not sign. The shares of an ``unmask`` reply are locked: they open 
 sites replied about the same senders and survivors, so a server that names different survivors to different
 sites learns nothing. A site replies about one set of survivors per purpose, such as ``round 3``, for good.
 
-Here is the half of a site; :mod:`fedgmm.privacy.mask_server` has that of the server. Neither sends
-anything: a transport carries their arrays.
+This module has the half of a site, :mod:`fedgmm.privacy.mask_server` that of the server. Neither sends
+anything: :mod:`fedgmm.federation.masking` puts their arrays into messages.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class _Session:
 
 
 class MaskedSite:
-    """One site in the protocol; its secrets exist in memory only, so a restarted site has dropped.
+    """One site in the protocol; its secrets exist in memory only, so a restarted site counts as dropped.
 
     Args:
         sign: signs with the registered key of the site.
@@ -436,8 +436,8 @@ class MaskedSite:
     def _bundle_cipher(self, number: int, code: int, *, sends: bool) -> tuple[AESGCM, bytes, bytes]:
         """Return cipher, nonce and context of a bundle to or from another site.
 
-        A key serves one direction, by names, and a number is used once. So no nonce is used twice,
-        in whichever order the server lists the sites.
+        The key depends on the names of sender and receiver, and a number is used once per key. So no
+        nonce is used twice, however the server orders the sites.
         """
         assert self._roster is not None
         pair = (self.name, self._roster.names[code])

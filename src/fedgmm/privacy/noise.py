@@ -9,6 +9,9 @@ bits. Each comparison is wrong by at most ``2^-53``, and a number needs about te
 variation distance per number is below ``2^-48``. Ten thousand numbers in each of a hundred releases add
 less than 4e-9 to ``δ``. With ``σ`` of thousands of steps, the discrete Gaussian has the privacy of the
 continuous one, and a sum of the sites' noise is a discrete Gaussian, both up to less than ``exp(-σ²)``.
+
+:meth:`fedgmm.training.private.PrivateClients.release` adds the noise in one process. Over a network each
+site adds its part, in :mod:`fedgmm.federation.private`.
 """
 
 from __future__ import annotations

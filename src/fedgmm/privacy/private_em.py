@@ -1,4 +1,4 @@
-"""Equations of private training: what a client adds up, how much a row can change it, what follows.
+"""Equations of private training: a client's sums, their sensitivity, and the next parameters.
 
 All sums are over rows that were clipped to a ball, with the public parameters of the last release. If
 rows or persons are protected, the E-step uses the weights ``π`` of the federation and not those of a

@@ -493,7 +493,9 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
                 f"{count_learners(shared.learners)} learners, but the method has {m1} and {m2}."
             )
         if shared.weights.numel() != m1 * m2:
-            raise ValueError("the state has another number of weights.")
+            raise ValueError(
+                f"the state has {shared.weights.numel()} weights, but the method has {m1 * m2}."
+            )
 
     @property
     def _classes(self) -> int:

@@ -27,7 +27,7 @@ ROBUST: tuple[str, ...] = get_args(Robust)
 """Ways to combine the sums of sites, see :func:`fedgmm.privacy.influence.combine`."""
 
 UNITS = ("row", "person", "client")
-"""Whom a budget protects: one row, all rows of a person, or all rows of a client."""
+"""Units that a budget can protect: one row, all rows of a person, or all rows of a client."""
 
 LINEAR_ROUNDS, NETWORK_ROUNDS = 8, 50
 """Numbers of noised rounds if the settings name none."""

@@ -1,7 +1,8 @@
 """The report as one HTML file that opens offline: no network, no second file.
 
 The words and the layout of the page are in ``templates/``. This module computes the values that the
-templates show, and makes sure that no text of a user can act in the page.
+templates show, and makes sure that no text of a user can act in the page. Its data come from
+:mod:`fedgmm.report.gathering`; :mod:`fedgmm.runs.reporting` calls both for a run folder.
 """
 
 from __future__ import annotations

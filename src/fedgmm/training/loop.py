@@ -270,7 +270,7 @@ def has_converged(history: list[RoundInfo], tol: float, rounds: int = 1) -> bool
     if len(history) <= rounds:
         return False
     last = history[-1].log_likelihood
-    # numbers so large that float64 cannot show a change of tol do not count as settled
+    # numbers so large that float64 cannot show a change of tol do not count as converged
     resolves = tol == 0 or abs(last) * sys.float_info.epsilon < tol
     return (
         resolves

@@ -75,7 +75,7 @@ class StateDecoder:
             for one in get_args(hint):
                 with suppress(StateError):
                     return self.decode(one, path)
-            raise StateError(f"{path} has another type.")
+            raise StateError(f"{path} fits none of the types {hint}.")
         if kind is Tensor:
             if path not in self.tensors:
                 raise StateError(f"the numbers {path} are missing.")
@@ -128,7 +128,7 @@ class StateDecoder:
         else:
             fits = hint in (NoneType, None, bool, int, str) and type(value) is (hint or NoneType)
         if not fits:
-            raise StateError(f"{path} has another type.")
+            raise StateError(f"{path} is a {type(value).__name__}, not {hint}.")
         return value
 
 

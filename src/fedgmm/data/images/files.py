@@ -372,7 +372,7 @@ def _read_idx(
         expected = f"magic number {magic:#06x} and dimensions {' × '.join(map(str, shape))}"
         raise _damaged(path, f"its header is {found.hex()}, not {expected}")
     if len(content) != len(header) + size:
-        raise _damaged(path, f"it does not hold the {size:,} bytes of its header")
+        raise _damaged(path, f"it does not hold the {size:,} bytes that its header declares")
     return path, content[len(header) :].reshape(shape)
 
 

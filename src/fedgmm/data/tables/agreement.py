@@ -49,7 +49,7 @@ _ROUNDING = 1e-12  # relative to the mean; a smaller deviation is rounding
 
 
 class DisagreementError(ValueError):
-    """A client and its column that does not fit those of the others, and the problem in one sentence."""
+    """A column of a client does not fit those of the others; ``problem`` says why in one sentence."""
 
     def __init__(self, client: str, column: str, problem: str) -> None:
         super().__init__(f"Client {client!r}: {problem}")
@@ -446,7 +446,7 @@ def columns_to_read_as_text(
 
 
 def _distinct(own: Mapping[str, ColumnSummary]) -> int:
-    """Return the number of distinct texts over all clients, at most; unlisted ones may be equal."""
+    """Return an upper bound of the number of distinct texts; unlisted ones of two clients may be equal."""
     listed_somewhere = set().union(*(column.categories or {} for column in own.values()))
     return len(listed_somewhere) + sum(column.unlisted for column in own.values())
 

@@ -98,7 +98,7 @@ class TableOptions:
         no_header: the first line of files holds values; columns are called ``column_1`` and so on.
         names: names of the columns of files without a header, in their order.
         missing_values: further texts or numbers that mean a missing value, such as ``-9``.
-        date_format: how dates are written, such as ``%d.%m.%Y``; ``None`` recognises them.
+        date_format: format of dates, such as ``%d.%m.%Y``; ``None`` recognises them.
         id: columns that identify rows: never an input, but in the output of predictions.
         task: ``"classification"`` or ``"regression"``; ``"auto"`` is classification, and raises if the
             labels look like measurements.

@@ -226,7 +226,7 @@ def changed_separately(made: FederatedImages, seed: int) -> FederatedDataset:
 
 
 def study_encoder(study: NoveltyStudy, data_dir: Path | None) -> Encoder:
-    """Return the study's encoder, whose output is then represented."""
+    """Return the study's encoder; the module ``representations`` makes features of its output."""
     base = encoder(
         study.encoder,
         data_dir,

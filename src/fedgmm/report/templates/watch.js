@@ -100,7 +100,7 @@
       ["Time", last.seconds == null ? "–" : number(last.seconds, 1) + " s", "of all rounds"],
     ];
     if (last.validation_accuracy != null) tiles.push(["Accuracy", percent(last.validation_accuracy), "on validation rows"]);
-    if (last.answered != null) tiles.push(["Answered", number(last.answered), "clients, last round"]);
+    if (last.answered != null) tiles.push(["Replied", number(last.answered), "clients, last round"]);
     if (state.bytes) tiles.push(["Traffic", size(state.bytes), "to and from all clients"]);
     if (last.epsilon != null) tiles.push(["ε spent", number(last.epsilon, 3), state.budget ? "of " + state.budget : ""]);
     cards(tiles);
