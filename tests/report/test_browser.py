@@ -557,7 +557,7 @@ def test_the_live_page_follows_a_run(browser, watched):
     write_history(folder.history, rounds)
     browser.until(status, "training")
     shown = browser.run(text, "cards")
-    for words in ("Round3of at most 4", "80.0%", "9.0 MB", "ε spent0.750", "Answered2"):
+    for words in ("Round3of at most 4", "80.0%", "9.0 MB", "ε spent0.750", "Replied2"):
         assert words in shown
     for key in ("log_likelihood", "validation_accuracy", "answered", "bytes", "epsilon"):
         points = browser.run(
