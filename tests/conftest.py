@@ -160,19 +160,21 @@ def few_resamples():
 
 @pytest.fixture(scope="session", autouse=True)
 def one_fold():
-    """Score sizes as on large data, by validation rows alone; :func:`folds` cross-validates instead."""
+    """Score sizes by validation rows alone, as on large data, after few rounds; :func:`folds` does neither."""
     from fedgmm.training import selection
 
-    few = selection._FEW_ROWS
+    usual = {name: getattr(selection, name) for name in ("_FEW_ROWS", "_TRIAL_ROUNDS")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "_FEW_ROWS", 0)
-        yield few
+        patch.setattr(selection, "_TRIAL_ROUNDS", 8)
+        yield usual
 
 
 @pytest.fixture
 def folds(one_fold, monkeypatch):
-    """Cross-validate the scores of sizes on few rows, as outside the tests."""
-    monkeypatch.setattr("fedgmm.training.selection._FEW_ROWS", one_fold)
+    """Cross-validate the scores of sizes on few rows after as many rounds as outside the tests."""
+    for name, value in one_fold.items():
+        monkeypatch.setattr(f"fedgmm.training.selection.{name}", value)
 
 
 @pytest.fixture
