@@ -178,6 +178,13 @@ def folds(one_fold, monkeypatch):
 
 
 @pytest.fixture
+def collect():
+    """Collect the garbage of this test; looking at all older objects takes half a second."""
+    gc.freeze()
+    return gc.collect
+
+
+@pytest.fixture
 def rng():
     return np.random.default_rng(20230723)
 

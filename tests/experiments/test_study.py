@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import weakref
 from dataclasses import replace
@@ -103,13 +102,13 @@ def test_variants_share_the_chosen_options(journal):
     assert lines[-2:] == ["4 Gaussians, seed 0", "run fedgmm-4-0"]
 
 
-def test_one_federation_is_freed_before_the_next_is_made(tmp_path, monkeypatch):
+def test_one_federation_is_freed_before_the_next_is_made(tmp_path, monkeypatch, collect):
     """Two may not fit into memory."""
     monkeypatch.setattr(engine, "choose_options", lambda *args: {})
     made = []
 
     def prepare(seed):
-        gc.collect()
+        collect()
         assert not any(one() for one in made)
         federation = Prepared(seed)
         made.append(weakref.ref(federation))

@@ -1,6 +1,5 @@
 """Bounds on the influence of one site, against brute force and closed forms."""
 
-import gc
 import math
 
 import pytest
@@ -252,12 +251,12 @@ def test_rows_of_a_summary_are_capped_with_all_its_counts():
     assert "max_share" in notes[0]
 
 
-def test_the_file_of_waiting_sums_is_closed_if_an_exchange_is_given_up():
+def test_the_file_of_waiting_sums_is_closed_if_an_exchange_is_given_up(collect):
     def begin():
         cohort = Cohort({}, 3.0, "none", Medians())
         cohort._held.append(lambda: cohort)  # a cycle, as readers of sums make one
         return cohort._shelf
 
     shelf = begin()
-    gc.collect()
+    collect()
     assert shelf.closed

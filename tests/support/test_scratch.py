@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -92,13 +91,13 @@ def test_two_arrays_of_one_file_do_not_overlap(tmp_path):
     assert other.min() == other.max() == 2
 
 
-def test_maps_are_forgotten_with_their_arrays(large, tmp_path, monkeypatch):
+def test_maps_are_forgotten_with_their_arrays(large, tmp_path, monkeypatch, collect):
     monkeypatch.setattr(scratch, "_maps", [])
     for _ in range(3):
         with scratch.scratch(tmp_path):
             array = kept(large)
         del array
-    gc.collect()
+    collect()
     assert sum(one.file() is not None for one in scratch._maps) == 0
     assert len(scratch._maps) == 1
 

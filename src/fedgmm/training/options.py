@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fedgmm.core.em import AGGREGATIONS
@@ -182,7 +182,7 @@ class TrainingOptions:
 
     def record(self) -> dict[str, Any]:
         """Return the options as plain values, for saving."""
-        values = asdict(self)
+        values = dict(vars(self))
         if not isinstance(self.learner, str):
             values["learner"] = "custom"
         return values
