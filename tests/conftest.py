@@ -160,7 +160,7 @@ def few_resamples():
 
 @pytest.fixture(scope="session", autouse=True)
 def one_fold():
-    """Score sizes by validation rows alone, as on large data, after few rounds; :func:`folds` does neither."""
+    """Score sizes by validation rows alone, as on large data, after few rounds, without :func:`folds`."""
     from fedgmm.training import selection
 
     usual = {name: getattr(selection, name) for name in ("_FEW_ROWS", "_TRIAL_ROUNDS")}
