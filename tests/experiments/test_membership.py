@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from fedgmm.experiments import membership
-from fedgmm.experiments.membership import MembershipStudy, Rows, attacked, reproduce_membership
+from fedgmm.experiments.membership import (
+    AttackedRows,
+    MembershipStudy,
+    attacked,
+    reproduce_membership,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -16,7 +21,9 @@ def few():
     """Few rows of many columns, which full covariances remember."""
     rng = np.random.default_rng(0)
     inputs = rng.normal(size=(120, 12)).astype(np.float32)
-    return Rows(inputs, (inputs[:, 0] > 0).astype(int), np.arange(120) % 3, (-6.0, 6.0), (2, 2))
+    return AttackedRows(
+        inputs, (inputs[:, 0] > 0).astype(int), np.arange(120) % 3, (-6.0, 6.0), (2, 2)
+    )
 
 
 def test_members_of_an_overfitted_model_are_found(few):

@@ -15,7 +15,7 @@ from fedgmm.federation.start import separable
 from fedgmm.methods.base import Prediction
 from fedgmm.nets.networks import Dense, network
 from fedgmm.privacy.disclosure import ImplausibleModelError, RowWeights, check_model
-from fedgmm.privacy.private_em import Rows
+from fedgmm.privacy.private_em import PrivateRows
 from fedgmm.privacy.private_networks import private_method
 from fedgmm.privacy.settings import Privacy
 from fedgmm.training.build import build
@@ -108,7 +108,7 @@ def test_noise_hides_labels_of_known_inputs(epsilon, learned):
         own = replace(own, gaussians=gaussians(means, covariances, "full"))
 
         def gradient(place, y, own=own, name=name):
-            some = Rows(inputs[place], y, torch.ones(len(y), dtype=torch.float64))
+            some = PrivateRows(inputs[place], y, torch.ones(len(y), dtype=torch.float64))
             return method.contributions(name, own, some)["gradient"].reshape(-1).numpy()
 
         ill, well = (

@@ -21,7 +21,7 @@ from fedgmm.privacy.accounting import compose, epsilon_of
 from fedgmm.privacy.disclosure import ImplausibleModelError
 from fedgmm.privacy.fixed_point import from_fixed
 from fedgmm.privacy.ledger import Ledger
-from fedgmm.privacy.private_em import Rows
+from fedgmm.privacy.private_em import PrivateRows
 from fedgmm.privacy.settings import Privacy
 from fedgmm.runs.watch import state_of
 from fedgmm.training import private as in_process
@@ -360,7 +360,9 @@ def test_one_row_counts_for_one_with_any_model_that_a_site_accepts(honest, extre
     for place, (name, _) in enumerate(method.releases()):
         layout = method.layout(name, d)
         for x in rng.uniform(-1, 1, (5, d)):
-            row = Rows(torch.tensor(x)[None], torch.tensor([place % 2]), torch.ones(1).double())
+            row = PrivateRows(
+                torch.tensor(x)[None], torch.tensor([place % 2]), torch.ones(1).double()
+            )
             vector = layout.vector(method.contributions(name, shared, row))
             assert np.linalg.norm(vector) <= 1.0 + 1e-9
     for name, value in (("coordinates/scale", 0.0), ("means", 1e7), ("covariances", 0.0)):

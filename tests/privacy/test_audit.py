@@ -160,7 +160,7 @@ def test_missing_clipping_to_the_ball_is_caught(monkeypatch):
     rows = torch.full((1, 4), 100.0, dtype=torch.float64)
     assert float(noisy_sums.clip_rows(rows, 3.0).norm()) <= 3.0 + 1e-9
     where = private_em.unscaled(4, 0)
-    one = private_em.Rows(rows, torch.zeros(1, dtype=torch.int64), torch.ones(1).double())
+    one = private_em.PrivateRows(rows, torch.zeros(1, dtype=torch.int64), torch.ones(1).double())
     bound = private_em.radius(4) ** 2 + 1e-9
     assert float(private_em.covariance_sums(where, one, centred=False)["second"].norm()) <= bound
     monkeypatch.setattr(private_em, "clip_rows", lambda x, _: x)

@@ -13,7 +13,7 @@ from fedgmm import FederatedDataset, Privacy, load, train
 from fedgmm.core.gaussians import gaussians
 from fedgmm.data.synthetic import synthetic
 from fedgmm.privacy.ledger import Ledger
-from fedgmm.privacy.private_em import Rows
+from fedgmm.privacy.private_em import PrivateRows
 from fedgmm.privacy.private_method import ROUND
 from fedgmm.privacy.private_networks import (
     _WANDER,
@@ -57,7 +57,7 @@ def rows_like(shape, n=7):
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(n, *shape, generator=generator, dtype=torch.float64) * 2 - 1
     weights = torch.linspace(0.2, 1.0, n, dtype=torch.float64)
-    return Rows(x.flatten(1), torch.arange(n) % 2, weights)
+    return PrivateRows(x.flatten(1), torch.arange(n) % 2, weights)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_row_counts_for_one_with_any_parameters(size, learner):
     wild = {name: size * (value + 1.0) for name, value in shared.learners.items()}
     layout = method.layout(ROUND, 3)
     for at in range(len(rows.labels)):
-        row = Rows(*(part[at : at + 1] for part in rows))
+        row = PrivateRows(*(part[at : at + 1] for part in rows))
         row = row._replace(weights=torch.ones(1).double())
         sums = method.contributions(ROUND, replace(shared, learners=wild), row)
         assert np.linalg.norm(layout.vector(sums)) <= 1.0 + 1e-9

@@ -28,7 +28,7 @@ from fedgmm.wording import counted
 _DELTA = 1e-5
 
 
-class Rows(NamedTuple):
+class AttackedRows(NamedTuple):
     """All rows of a federation, without splits."""
 
     inputs: NDArray[Any]  # ``(N, d)``
@@ -55,7 +55,7 @@ class MembershipStudy:
 
 
 def attacked(
-    rows: Rows, models: int, seed: int, notify: Notify = lambda _: None, **training: Any
+    rows: AttackedRows, models: int, seed: int, notify: Notify = lambda _: None, **training: Any
 ) -> tuple[float, dict[str, Success]]:
     """Train models on halves of the rows and attack them.
 
@@ -113,7 +113,7 @@ def reproduce_membership(
     write_results(folder, "membership", {"study": asdict(study), "settings": record}, text)
 
 
-def _data(study: MembershipStudy) -> dict[str, Rows]:
+def _data(study: MembershipStudy) -> dict[str, AttackedRows]:
     """Return few rows of many columns, which a model remembers, and many rows, which allow for noise."""
     digits = heterogeneous_digits(study.clients, seed=study.seed).dataset
     drawn = synthetic(study.clients, study.rows, seed=study.seed).dataset
@@ -127,9 +127,9 @@ def _data(study: MembershipStudy) -> dict[str, Rows]:
 
 def _all_rows(
     dataset: FederatedDataset, bounds: tuple[float, float], size: tuple[int, int]
-) -> Rows:
+) -> AttackedRows:
     splits = [dataset.split(name) for name in SPLITS]
-    return Rows(
+    return AttackedRows(
         np.concatenate([one.inputs.numpy() for one in splits]),
         np.concatenate([dataset.labels_of(one) for one in splits]),
         np.concatenate([one.codes.numpy() for one in splits]),

@@ -56,7 +56,7 @@ _LOOSE = 1e-5  # of the penalty of exact steps: it is relative to few rows, and 
 _CLOSE = 1e-3  # change of the parameters at which Newton's method ends
 
 
-class Rows(NamedTuple):
+class PrivateRows(NamedTuple):
     """Rows of one or several clients.
 
     Attributes:
@@ -121,7 +121,7 @@ def unscaled(columns: int, directions: int) -> Coordinates:
 # ---------------------------------------------------------------------- columns
 
 
-def column_sums(rows: Rows) -> dict[str, Tensor]:
+def column_sums(rows: PrivateRows) -> dict[str, Tensor]:
     """Return ``Σ w``, ``Σ w x`` and ``Σ w x²``."""
     x, w = rows.inputs, rows.weights[:, None]
     return {
@@ -168,7 +168,9 @@ def shrunk(values: Tensor, noise: float, middle: Tensor | None = None) -> Tensor
 # ---------------------------------------------------------------------- covariance
 
 
-def covariance_sums(coordinates: Coordinates, rows: Rows, centred: bool) -> dict[str, Tensor]:
+def covariance_sums(
+    coordinates: Coordinates, rows: PrivateRows, centred: bool
+) -> dict[str, Tensor]:
     """Return ``Σ w``, ``Σ w z`` and ``Σ w z zᵀ``, or ``Σ w (z zᵀ - I)`` if ``centred``."""
     z, w = coordinates.standardise(rows.inputs), rows.weights[:, None]
     second = z.mT @ (w * z)
@@ -235,7 +237,7 @@ def cells(directions: int) -> int:
     return int(_CELLS_PER_DIRECTION[directions] ** directions)
 
 
-def histogram_sums(coordinates: Coordinates, rows: Rows) -> dict[str, Tensor]:
+def histogram_sums(coordinates: Coordinates, rows: PrivateRows) -> dict[str, Tensor]:
     """Return the number of rows in every cell of a grid in the leading directions."""
     k = coordinates.projection.shape[1]
     per_direction = _CELLS_PER_DIRECTION[k]

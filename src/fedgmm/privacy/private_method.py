@@ -45,7 +45,7 @@ from fedgmm.privacy.private_em import (
     Coordinates,
     MeanGradient,
     Mixture,
-    Rows,
+    PrivateRows,
     cells,
     clustered,
     column_sums,
@@ -266,7 +266,9 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             return _SINGLE_SHARES
         return _CLIENT_SHARES if self.centred else _SHARES
 
-    def contributions(self, name: str, shared: PrivateShared, rows: Rows) -> dict[str, Tensor]:
+    def contributions(
+        self, name: str, shared: PrivateShared, rows: PrivateRows
+    ) -> dict[str, Tensor]:
         """Return the sums of a release over some rows, which are those of one client for lengths."""
         where = shared.coordinates
         if name.startswith(LENGTHS):
@@ -282,7 +284,7 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             case _:
                 return self.round_sums(shared, rows)
 
-    def round_sums(self, shared: PrivateShared, rows: Rows) -> dict[str, Tensor]:
+    def round_sums(self, shared: PrivateShared, rows: PrivateRows) -> dict[str, Tensor]:
         """Return the sums of a round over some rows."""
         z = shared.coordinates.apply(rows.inputs)
         log_p = torch.log_softmax(shared.mixture.logits(z), -1)

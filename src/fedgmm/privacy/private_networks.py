@@ -34,7 +34,7 @@ from fedgmm.methods.fedgmm import FedGMM
 from fedgmm.nets.learners import at_labels
 from fedgmm.nets.networks import Dense, function_of
 from fedgmm.privacy.noisy_sums import NoisySums, clip_rows
-from fedgmm.privacy.private_em import Rows, radius, round_sums
+from fedgmm.privacy.private_em import PrivateRows, radius, round_sums
 from fedgmm.privacy.private_method import ROUND, PrivateMixture, PrivateShared
 from fedgmm.privacy.settings import NETWORK_ROUNDS, Privacy, PrivacyError
 
@@ -150,17 +150,17 @@ class PrivateNetworks(PrivateMixture):
             return _LINEAR_SHARES
         return super().round_shares()
 
-    def round_sums(self, shared: PrivateShared, rows: Rows) -> dict[str, Tensor]:
+    def round_sums(self, shared: PrivateShared, rows: PrivateRows) -> dict[str, Tensor]:
         """Return the sums of a round over some rows, in blocks."""
         numbers = sum(value.numel() for value in shared.learners.values())
         size = max(1, _NUMBERS // numbers)
         total: dict[str, Tensor] = {}
         for first in range(0, len(rows.labels), size):
-            found = self._block_sums(shared, Rows(*(v[first : first + size] for v in rows)))
+            found = self._block_sums(shared, PrivateRows(*(v[first : first + size] for v in rows)))
             total = {n: total[n] + value for n, value in found.items()} if total else found
         return total
 
-    def _block_sums(self, shared: PrivateShared, rows: Rows) -> dict[str, Tensor]:
+    def _block_sums(self, shared: PrivateShared, rows: PrivateRows) -> dict[str, Tensor]:
         """Return the sums of a round over a block of rows."""
         n, seen = len(rows.labels), self._seen(shared, rows.inputs)
         each = dict(shared.learners)
@@ -191,7 +191,7 @@ class PrivateNetworks(PrivateMixture):
         sums["gradient"] = rows.weights @ clip_rows(flat, self.clip * (1.0 - 1e-12))
         return sums
 
-    def _linear_gradient(self, z: Tensor, logits: Tensor, q: Tensor, rows: Rows) -> Tensor:
+    def _linear_gradient(self, z: Tensor, logits: Tensor, q: Tensor, rows: PrivateRows) -> Tensor:
         """Return the sum of shortened gradients of ``W z + b``; that of a row is an outer product.
 
         ``z`` are inputs around the centre of each learner, ``(n, M2, d)``: what all rows of a learner have

@@ -27,7 +27,7 @@ from fedgmm.privacy.forecast import forecast
 from fedgmm.privacy.ledger import Budget, Entry, Ledger
 from fedgmm.privacy.noise import RandomBytes, noisy
 from fedgmm.privacy.noisy_sums import FloatArray, NoisySums
-from fedgmm.privacy.private_em import Rows
+from fedgmm.privacy.private_em import PrivateRows
 from fedgmm.privacy.private_method import (
     DEVIATION,
     MUS,
@@ -326,7 +326,7 @@ def vector_of(
     for first, last in pairwise(edges):
         if last > first:
             inputs = as_numbers(rows.inputs[first:last], torch.float64).flatten(1).cpu()
-            block = Rows(
+            block = PrivateRows(
                 inputs.clamp(-1.0, 1.0), rows.labels[first:last].cpu(), weights[first:last]
             )
             sums = method.contributions(name, shared, block)
