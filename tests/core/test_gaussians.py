@@ -16,6 +16,7 @@ from fedgmm.core.gaussians import (
     Gaussians,
     covariance_parameters,
     gaussians,
+    inverse_of_precisions,
     log_densities,
     occupied,
     residuals,
@@ -300,3 +301,10 @@ def test_parameter_counts_are_scikit_learns(rng, kind):
 
 def test_identity_has_no_covariance_parameters():
     assert covariance_parameters("identity", M, 4) == 0
+
+
+@pytest.mark.parametrize("kind", ["full", "tied", "diag", "spherical"])
+def test_inverse_of_precisions(rng, kind):
+    covariances = random_covariances(rng, kind, 3, 4)
+    precisions = np.linalg.inv(covariances) if kind in ("full", "tied") else 1 / covariances
+    assert_close(inverse_of_precisions(precisions, kind), covariances, 1e-12)

@@ -298,17 +298,17 @@ def pixels(rows):
     return rows.inputs.numpy().reshape(len(rows), -1).astype(np.float64) / 255
 
 
-def test_features_are_the_scaled_pca_of_the_pooled_training_rows(rng):
+@pytest.mark.parametrize("whiten", [False, True])
+def test_features_are_the_pca_of_the_pooled_training_rows(rng, whiten):
     data = cameras(rng)
-    encoded = encode_federation(data, PixelEncoder(), components=5)
-    pooled = decomposition.PCA(5, svd_solver="full").fit(pixels(data.train))
+    encoded = encode_federation(data, PixelEncoder(), components=5, whiten=whiten)
+    pooled = decomposition.PCA(5, whiten=whiten, svd_solver="full").fit(pixels(data.train))
     signs = np.sign((pooled.components_ * encoded.feature_map.pca.components.numpy()).sum(1))
     for name in SPLITS:
         rows = encoded.dataset.split(name)
         assert seen(rows).dtype == np.float32
         assert not rows.features_are_inputs
         expected = pooled.transform(pixels(data.split(name))) * signs
-        expected /= np.sqrt(pooled.explained_variance_[0])
         np.testing.assert_allclose(seen(rows), expected, atol=1e-5)
         # the learners see what they saw, and rows are whose they were
         assert torch.equal(rows.inputs, data.split(name).inputs)
@@ -320,6 +320,15 @@ def test_features_are_the_scaled_pca_of_the_pooled_training_rows(rng):
 def test_48_features_are_the_default(rng):
     data = cameras(rng, sizes=(60, 60), size=8)
     assert encode_federation(data, PixelEncoder()).dataset.train.features.columns == 48
+
+
+def test_scaled_features_keep_their_proportions(rng):
+    data = cameras(rng)
+    plain = seen(encode_federation(data, PixelEncoder(), components=5).dataset.train)
+    scaled = seen(encode_federation(data, PixelEncoder(), components=5, scale=True).dataset.train)
+    np.testing.assert_allclose(scaled * plain[:, 0].std(ddof=1), plain, rtol=1e-4, atol=1e-6)
+    assert scaled[:, 0].std(ddof=1) == pytest.approx(1, rel=1e-5)
+    assert scaled[:, 4].std(ddof=1) < 0.9
 
 
 def test_clients_sums_are_enough(rng):
@@ -376,7 +385,7 @@ def test_unseen_clients_get_the_features_of_those_who_trained(rng):
 
 def test_resnet_features_train_a_model(rng, resnet, tmp_path):
     data = cameras(rng, sizes=(12, 1, 7, 12), size=8)
-    encoded = encode_federation(data, resnet, components=3, cache=tmp_path)
+    encoded = encode_federation(data, resnet, components=3, scale=True, cache=tmp_path)
     model = train(
         encoded.dataset,
         "fedgmm",

@@ -36,10 +36,12 @@ def archive(tmp_path):
 def test_an_archive_is_fetched_checked_and_taken_apart(tmp_path, archive, monkeypatch):
     source = source_of(archive, "set", ("train.bin", "test.bin"))
     monkeypatch.setitem(images.SOURCES, "cifar10", (source,))
-    images.fetch_files("cifar10", tmp_path / "data")
+    seen = []
+    images.fetch_files("cifar10", tmp_path / "data", lambda *step: seen.append(step))
     found = sorted(path.relative_to(tmp_path) for path in (tmp_path / "data").rglob("*.*"))
     assert found == [Path("data/set/test.bin"), Path("data/set/train.bin")]
     assert (tmp_path / "data/set/test.bin").read_bytes() == b".bin"
+    assert seen[-1] == ("set.tar.gz", source.size, source.size)
     archive.unlink()  # nothing is fetched again
     images.fetch_files("cifar10", tmp_path / "data")
 

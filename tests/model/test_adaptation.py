@@ -105,7 +105,7 @@ def clinical_gains(seed, new_sites, flip=False):
     weight = 0.6 * rng.normal(size=13)
     sizes = (303, 294, 123, 200)
     known = {f"s{c}": clinic(rng, weight, n, flip and c % 2 > 0) for c, n in enumerate(sizes)}
-    options = {"components": 3, "learners": 3, "rounds": 12 + 18 * flip, "covariance_type": "diag"}
+    options = {"components": 3, "learners": 3, "rounds": 30, "covariance_type": "diag"}
     model = train(FederatedDataset.from_clients(known, seed=seed), **options)
     return gains(model, [clinic(rng, weight, 400, flip and c % 2 > 0) for c in range(new_sites)])
 

@@ -135,6 +135,7 @@ def block(images, weight, bias):
     ("colours", "height", "width"),
     [(1, 8, 8), (2, 5, 5), (3, 6, 9), (4, 4, 4), (1, 7, 4)],
     PRODUCT_BOUNDS,
+    half=1,
 )
 def test_pixel_block_kernel(colours, height, width, dtype):
     """Two clients with three learners each, which share their client's images, in two tiles."""

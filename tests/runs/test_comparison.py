@@ -241,6 +241,15 @@ def test_gradient_steps_are_tuned_for_every_method_alike(rng):
         assert set(one.tuning.scores) >= {0.03, 0.3}
 
 
+def test_without_a_grid_the_given_rate_is_kept(rng):
+    data = federation(rng, sizes=(30, 40))
+    options = TrainingOptions(lr=0.07)
+    result = compare(data, ["fedavg"], learner_kinds=["mlp"], grid=None, options=options, rounds=2)
+    (one,) = result.contestants
+    assert one.tuning is None
+    assert one.model.options["lr"] == 0.07
+
+
 def test_the_record_is_plain_json(rng):
     data = federation(rng, sizes=(30, 40))
     kinds = ["linear"]

@@ -8,6 +8,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -206,6 +208,17 @@ def test_ctrl_c_ends_the_command(tmp_path, monkeypatch):
     found = RUNNER.invoke(app, ["watch", str(tmp_path / "later"), "--port", "0"])
     assert found.exit_code == 0
     assert re.fullmatch(r"Watching .* at http://127\.0\.0\.1:\d+/ \(Ctrl-C ends\)\n", found.stderr)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_process(tmp_path):
+    command = [sys.executable, "-m", "fedgmm", "watch", str(tmp_path / "later"), "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    line = process.stderr.readline()
+    assert re.search(r"http://127\.0\.0\.1:\d+/", line)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 0
+    assert "Traceback" not in process.stderr.read()
 
 
 def test_training_is_watched_while_it_runs(finished, tmp_path):

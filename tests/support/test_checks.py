@@ -20,11 +20,9 @@ from fedgmm.support.checks import (
     check_number,
     given_array,
     integer,
-    inverse_of_precisions,
     one_of,
     optional_fields,
 )
-from oracles import assert_close, random_covariances
 
 
 @pytest.mark.parametrize("value", [1, 5, np.int8(3), np.uint64(2)])
@@ -137,13 +135,6 @@ def test_given_arrays_are_copies():
     assert array.dtype == np.float64
     assert not np.shares_memory(array, value)
     assert given_array("weights_init", [1, 2], (2,)).tolist() == [1.0, 2.0]
-
-
-@pytest.mark.parametrize("kind", ["full", "tied", "diag", "spherical"])
-def test_inverse_of_precisions(rng, kind):
-    covariances = random_covariances(rng, kind, 3, 4)
-    precisions = np.linalg.inv(covariances) if kind in ("full", "tied") else 1 / covariances
-    assert_close(inverse_of_precisions(precisions, kind), covariances, 1e-12)
 
 
 @pytest.mark.parametrize(

@@ -387,7 +387,8 @@ def test_a_process_that_is_killed_again_and_again(tmp_path, algorithm, kills):
     for number in range(kills + 1):
         last = number == kills
         # on a busy machine it pauses, so that it does not end before it is killed
-        process = forks.Process(target=slow_training, args=(path, algorithm, options, not last))
+        arguments = path, algorithm, options, not last
+        process = forks.Process(target=slow_training, args=arguments, daemon=True)
         process.start()
         if not last:
             for _ in range(lots.randint(1, 3)):  # it gets a little further every time

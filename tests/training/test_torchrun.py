@@ -41,7 +41,7 @@ def two_ranks(folder, *arguments):
     logs, ranks = [folder / "log 0", folder / "log 1"], []
     for rank, log in enumerate(logs):
         own = {**here, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(forks.Process(target=command, args=(list(arguments), own, log)))
+        ranks.append(forks.Process(target=command, args=(list(arguments), own, log), daemon=True))
         ranks[-1].start()
     for process in ranks:
         process.join(200)

@@ -26,7 +26,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgmm.support.linalg import cholesky_or_repair, matmul_upper, weighted_gram
@@ -212,3 +214,22 @@ def log_densities_without(log_x: Tensor, shared: Gaussians, counts: Tensor, q: T
     kept = (1 - q * distance / rest).clamp_min(0.05)  # a row is never all of a Gaussian's width
     distance = counts / rest * distance / kept
     return peak - (d * torch.log(counts / rest) + kept.log() + distance) / 2
+
+
+def inverse_of_precisions(
+    precisions: NDArray[np.float64], covariance_type: str
+) -> NDArray[np.float64]:
+    """Return the covariances of precisions, which must be positive definite; the shape is kept."""
+    if covariance_type in ("diag", "spherical"):
+        if (precisions <= 0).any():
+            kind = f"'{covariance_type} precision'"
+            raise ValueError(f"{kind} should be positive; check precisions_init.")
+        return 1.0 / precisions
+    needs = f"'{covariance_type} precision' should be symmetric, positive-definite"
+    if not np.allclose(precisions, np.swapaxes(precisions, -1, -2)):
+        raise ValueError(f"{needs}, but precisions_init is not symmetric.")
+    try:
+        np.linalg.cholesky(precisions)
+    except np.linalg.LinAlgError:
+        raise ValueError(f"{needs}, but precisions_init is not positive definite.") from None
+    return np.asarray(np.linalg.inv(precisions))

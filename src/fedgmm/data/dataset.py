@@ -153,11 +153,16 @@ class LabelledRows:
             return self
         wanted = torch.zeros(len(self.names), dtype=torch.bool, device=self.device)
         wanted[clients] = True
-        kept = self.keep(wanted[self.codes])
-        features = kept.features.select(clients)
-        if self.features_are_inputs:
-            features = _features_of(kept.inputs, features.codes, features.names, features.weights)
-        return replace(kept, features=features)
+        here = wanted[self.codes]
+        inputs, labels = taken(self.inputs, here), taken(self.labels, here)
+        if self.features_are_inputs:  # features of bytes would be floats, so they are made anew
+            names = tuple(self.names[code] for code in clients.tolist())
+            codes = (wanted.cumsum(0) - 1)[self.codes[here]]
+            weights = None if self.weights is None else self.weights[here]
+            features = _features_of(inputs, codes, names, weights)
+        else:
+            features = self.features.select(clients)
+        return replace(self, features=features, inputs=inputs, labels=labels)
 
     def keep(self, wanted: Tensor) -> LabelledRows:
         """Return a copy of the rows where ``wanted`` ``(N,)`` is true; the clients stay the same."""

@@ -31,7 +31,7 @@ from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.encoders import Encoder, check_images, device_of, encoded
 from fedgmm.data.federated import ClientRows
 from fedgmm.files import write_atomically
-from fedgmm.support.checks import check_integer
+from fedgmm.support.checks import check_flag, check_integer
 from fedgmm.wording import counted
 
 Images = NDArray[np.uint8]
@@ -103,6 +103,8 @@ class FeatureMap:
 
     encoder: Encoder
     pca: PCA
+    whiten: bool = False
+    scale: bool = False
     cache: Path | None = None
 
     def __call__(self, images: Images) -> Features:
@@ -111,14 +113,12 @@ class FeatureMap:
         return self.project(rows).cpu().numpy()
 
     def project(self, rows: Tensor) -> Tensor:
-        """Return features ``(n, k)`` of encoded images ``(n, d)``, on the same device.
-
-        All are divided by the deviation of the first, so that distances keep their proportions and
-        ``reg_covar`` is relative to the largest variance.
-        """
-        features = self.pca.apply(rows)
+        """Return features ``(n, k)`` of encoded images ``(n, d)``, on the same device."""
+        features = self.pca.apply(rows, whiten=self.whiten)
         largest = float(self.pca.variances[0].sqrt())
-        return (features / largest if largest > 0 else features).float()
+        if self.scale and not self.whiten and largest > 0:
+            features = features / largest
+        return features.float()
 
     def attach(
         self, dataset: FederatedDataset, progress: Progress | None = None
@@ -144,6 +144,8 @@ def encode_federation(
     encoder: Encoder,
     *,
     components: int = 48,
+    whiten: bool = False,
+    scale: bool = False,
     cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> EncodedFederation:
@@ -153,15 +155,20 @@ def encode_federation(
         dataset: inputs are images, uint8 ``(N, channels, height, width)``.
         encoder: see :func:`encoder`.
         components: number of features, ``k``.
+        whiten: give every feature variance one.
+        scale: divide all features by the deviation of the first, so that distances keep their
+            proportions and ``reg_covar`` is relative to the largest variance.
         cache: a folder for encoded images; ``None`` means no cache.
         progress: called after every client.
     """
     check_integer("components", components, 1)
+    check_flag("whiten", whiten)
+    check_flag("scale", scale)
     folder = None if cache is None else Path(cache)
     rows = encode_splits(dataset, encoder, folder, progress)
     sizes: list[int] = dataset.train.features.rows_per_client.tolist()
     pca = federated_pca(torch.split(rows["train"], sizes), components)
-    feature_map = FeatureMap(encoder, pca, folder)
+    feature_map = FeatureMap(encoder, pca, whiten, scale, folder)
     features = [feature_map.project(rows[name]) for name in SPLITS]
     return EncodedFederation(with_features(dataset, *features), feature_map)
 

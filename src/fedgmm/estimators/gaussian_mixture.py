@@ -24,6 +24,7 @@ from fedgmm.core.gaussians import (
     covariance_parameters,
     covariance_shape,
     gaussians,
+    inverse_of_precisions,
     log_densities,
     residuals,
 )
@@ -61,7 +62,6 @@ from fedgmm.support.checks import (
     check_integer,
     check_number,
     given_array,
-    inverse_of_precisions,
 )
 from fedgmm.support.streaming import Block, accumulate, threads
 from fedgmm.training.in_process import train

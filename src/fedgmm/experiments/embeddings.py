@@ -287,7 +287,7 @@ def _with_components(
     check_rows(len(rows), study.features)
     sizes: list[int] = rows.features.rows_per_client.tolist()
     pca = federated_pca(torch.split(rows.inputs, sizes), study.features)
-    feature_map = FeatureMap(encoder("pixels"), pca)
+    feature_map = FeatureMap(encoder("pixels"), pca, scale=True)
     return _attach(feature_map, dataset), feature_map
 
 
@@ -301,8 +301,10 @@ def _attach(feature_map: FeatureMap, dataset: FederatedDataset) -> FederatedData
 
 def reproduce_embeddings(folder: Path, study: EmbeddingStudy, context: StudyContext) -> Record:
     """Run the study and write its table into ``folder``; return the results of all trials by method."""
-    # seeds share the vectors of all images
-    prepare = partial(embedded_clients, cache(encode_data_set))
+    encode_once = cache(
+        lambda: encode_data_set(study, context)
+    )  # seeds share the vectors of all images
+    prepare = partial(embedded_clients, lambda *_: encode_once())
     results = run_study(folder, "embeddings", study, context, prepare, _run_trial)
     found = {method: results.of(method) for method in results.study.methods}
     results.write({}, _markdown(results, found))

@@ -119,6 +119,7 @@ def encode(
             dtype=dtype,
         ),
         components=study.features,
+        scale=True,
         cache=context.cache,
         progress=context.report_encoded,
     )

@@ -243,5 +243,5 @@ def _label(choice: Choice) -> str:
 
 def _ranked(scores: Scores) -> list[str]:
     """Return the labels by score, best first, without those that diverged."""
-    finite = [label for label, score in scores.items() if math.isfinite(score)]
-    return sorted(finite, key=lambda label: -scores[label])
+    converged = [label for label, score in scores.items() if math.isfinite(score)]
+    return sorted(converged, key=lambda label: -scores[label])

@@ -62,15 +62,21 @@ class SiteNoise:
         self._masks, self._notify = masks, notify
 
     def reply(
-        self, request: Message, job: Job, rows: LabelledRows, shared: PrivateShared
+        self,
+        request: Message,
+        job: Job,
+        rows: LabelledRows,
+        shared: PrivateShared,
+        started: float,
     ) -> Arrays:
         """Return one release of the plan, with this site's part of the noise, under its mask.
+
+        The work on the request began at ``started``.
 
         The noisy vector is on the disk before the ledger counts it, and the ledger before it leaves. A
         repeated request gets the same vector again. If more noise is needed, because fewer sites take
         part, it is added; the sum of the first noise and more reveals less.
         """
-        started = time.perf_counter()
         run, place = str(request.facts["run"]), request.whole("round")
         method, name, mu = planned_release(job, request)
         layout = method.clipped_layout(name, shared)

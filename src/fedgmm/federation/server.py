@@ -40,6 +40,7 @@ With secure aggregation ``hello`` asks for the name only, and replies of ``covar
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import secrets
 import time
@@ -360,7 +361,7 @@ def _digest_of(settings: FederationSettings) -> str:
     config = settings.config
     values: list[Any] = [settings.plan(), config.options().record(), config.open_choices()]
     values += [table_record(config.table), settings.precision, settings.min_rows]
-    return hash_of(values)
+    return hash_of(json.loads(json.dumps(values, default=str)))
 
 
 def prepare(members: Members) -> tuple[Job, list[str]]:

@@ -432,11 +432,12 @@ class Site:
 
     def _release(self, request: Message) -> Content:
         """Return one release of the plan, with this site's part of the noise."""
+        started = time.perf_counter()
         job, rows = self._training_rows(request, exact=True)
         run, phase, _, _ = _place(request)
         self._folder.begin(run)
         shared, _ = self._state(request, job, phase)
-        return self._noise.reply(request, job, rows, shared), {}
+        return self._noise.reply(request, job, rows, shared, started), {}
 
     def _state(self, request: Message, job: Job, phase: Phase) -> tuple[Any, Any]:
         """Return the shared part of a request, and the personal part that belongs to it.

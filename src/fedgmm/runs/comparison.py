@@ -136,7 +136,7 @@ def compare(
     algorithms: Iterable[str] = ALGORITHMS,
     *,
     learner_kinds: Sequence[str] = LEARNERS,
-    grid: Sequence[float] = PAPER_GRID,
+    grid: Sequence[float] | None = PAPER_GRID,
     extend: bool = True,
     tuning_rounds: int | None = None,
     pooled: bool = False,
@@ -150,7 +150,7 @@ def compare(
         dataset: the clients.
         algorithms: the methods.
         learner_kinds: kinds of learners to try with every method; validation rows choose among them.
-        grid: learning rates to try for every method that has one.
+        grid: learning rates to try for every method that has one; ``None`` keeps the given rate.
         extend: search beyond the edges of the grid, and among full runs. ``False`` is the paper's
             protocol: the best rate of the grid after short runs. A grid of one rate never grows.
         tuning_rounds: rounds of a short run; ``None`` is a quarter of the rounds.
@@ -186,7 +186,7 @@ def compare(
 def _train_tuned(
     dataset: FederatedDataset,
     options: TrainingOptions,
-    grid: Sequence[float],
+    grid: Sequence[float] | None,
     extend: bool,
     tuning_rounds: int | None,
     notify: Notify,
@@ -198,7 +198,7 @@ def _train_tuned(
         notify(f"training with rate {options.lr:.3g}")
         started = time.perf_counter()
         # without a warning if other rates are tried
-        model = _trained(dataset, options, quiet=extend)
+        model = _trained(dataset, options, quiet=grid is not None and extend)
         seconds = time.perf_counter() - started
         score = validation_score(model) if len(dataset.validation) else 0.0
         found = model.evaluate("test")
@@ -209,7 +209,7 @@ def _train_tuned(
     net = network(options.learner, dataset.input_shape, len(dataset.classes))
     mixture = options.algorithm in ("fedgmm", "fedem", "fedavg")
     exact = solver_of(options, net) == "newton" and mixture
-    if exact:
+    if grid is None or exact:
         return trained(options)
     short = max(1, options.rounds // 4) if tuning_rounds is None else tuning_rounds
     tuning = tune(dataset, options, grid=grid, rounds=short, extend=extend, notify=notify)

@@ -193,25 +193,6 @@ def given_array(name: str, value: ArrayLike, shape: tuple[int, ...]) -> NDArray[
     return array
 
 
-def inverse_of_precisions(
-    precisions: NDArray[np.float64], covariance_type: str
-) -> NDArray[np.float64]:
-    """Return the covariances of precisions, which must be positive definite; the shape is kept."""
-    if covariance_type in ("diag", "spherical"):
-        if (precisions <= 0).any():
-            kind = f"'{covariance_type} precision'"
-            raise ValueError(f"{kind} should be positive; check precisions_init.")
-        return 1.0 / precisions
-    needs = f"'{covariance_type} precision' should be symmetric, positive-definite"
-    if not np.allclose(precisions, np.swapaxes(precisions, -1, -2)):
-        raise ValueError(f"{needs}, but precisions_init is not symmetric.")
-    try:
-        np.linalg.cholesky(precisions)
-    except np.linalg.LinAlgError:
-        raise ValueError(f"{needs}, but precisions_init is not positive definite.") from None
-    return np.asarray(np.linalg.inv(precisions))
-
-
 def array_of_names(names: Sequence[Any]) -> NDArray[Any]:
     """Return client names as an array; an array of objects if they have several types."""
     kinds = {type(name) for name in names}

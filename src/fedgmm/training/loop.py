@@ -1,7 +1,7 @@
 """The round loop: warm-up, start, rounds, stopping, patience, checkpoints and resume.
 
 There is no other loop. :class:`Clients` hides where the clients are: stacked in this process
-(:class:`StackedClients`) or sites of a federation (:mod:`fedgmm.federation.remote`).
+(:mod:`fedgmm.training.in_process`) or sites of a federation (:mod:`fedgmm.federation.remote`).
 """
 
 from __future__ import annotations

@@ -129,7 +129,8 @@ def test_a_proof_belongs_to_one_key_challenge_and_host(key):
     assert not is_proven(facts, "another challenge")
     assert not is_proven(facts | {"host": "other.org"}, "challenge")
     assert not is_proven(facts | {"key": pem(ec.generate_private_key(ec.SECP384R1()))}, "challenge")
-    for wrong in ({"proof": "xyz"}, {"proof": ""}, {"key": "x"}, {"key": 3}, {"proof": None}):
+    wrong_key = [{"key": "x"}, {"key": 3}]
+    for wrong in ({"proof": "xyz"}, {"proof": ""}, {"proof": None}, {"host": "\ud800"}, *wrong_key):
         assert not is_proven(facts | wrong, "challenge")
 
 

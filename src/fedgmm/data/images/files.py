@@ -26,7 +26,7 @@ import urllib.request
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -46,6 +46,9 @@ DATA_VARIABLE = "FEDGMM_DATA"
 
 WHITE = 255
 """Largest value of a byte; inversion subtracts from it."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with a file's name, the number of bytes received so far, and the number of all bytes."""
 
 ByteArray = NDArray[np.uint8]
 IntArray = NDArray[np.int64]
@@ -243,6 +246,7 @@ def load_images(
     data_dir: Path | str | None = None,
     *,
     download: bool = False,
+    progress: Progress | None = None,
 ) -> ImageData:
     """Read a data set from its standard files.
 
@@ -250,6 +254,7 @@ def load_images(
         name: ``"mnist"``, ``"cifar10"``, ``"cifar100"`` or ``"femnist"``.
         data_dir: the data folder; ``None`` means the one that ``FEDGMM_DATA`` names.
         download: download missing files from their official servers first.
+        progress: called with a file's name, the bytes received so far, and all bytes.
 
     Raises:
         ImageFileError: no data folder, a failed download, or a missing or damaged file.
@@ -263,7 +268,7 @@ def load_images(
         )
     folder = Path(given).expanduser()
     if download and name in SOURCES:
-        fetch_files(name, folder)
+        fetch_files(name, folder, progress)
     readers = {
         "mnist": _read_mnist,
         "cifar10": _read_cifar10,
@@ -279,7 +284,7 @@ def load_images(
 # ---------------------------------------------------------------------- downloads
 
 
-def fetch_files(name: str, data_dir: Path) -> None:
+def fetch_files(name: str, data_dir: Path, progress: Progress | None = None) -> None:
     """Download the files of a data set, a key of ``SOURCES``, that are missing in the data folder."""
     for source in SOURCES[name]:
         folder = data_dir / source.folder
@@ -290,7 +295,7 @@ def fetch_files(name: str, data_dir: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if source.members:
             archive = folder / source.name
-            _fetch(source, archive)
+            _fetch(source, archive, progress)
             with tarfile.open(archive) as tar:
                 for member in tar:  # names alone, so that no path of the archive is used
                     own = Path(member.name).name
@@ -299,10 +304,10 @@ def fetch_files(name: str, data_dir: Path) -> None:
                         write_atomically(folder / own, content.read())
             archive.unlink()
         else:
-            _fetch(source, folder / source.name)
+            _fetch(source, folder / source.name, progress)
 
 
-def _fetch(source: Source, path: Path) -> None:
+def _fetch(source: Source, path: Path, progress: Progress | None) -> None:
     """Download to a temporary name, check the file, and only then rename it."""
     draft = path.with_name(path.name + ".part")
     digest, received = hashlib.sha256(), 0
@@ -316,6 +321,8 @@ def _fetch(source: Source, path: Path) -> None:
                 file.write(block)
                 digest.update(block)
                 received += len(block)
+                if progress is not None:
+                    progress(source.name, received, source.size)
         if received != source.size or digest.hexdigest() != source.sha256:
             raise DownloadError(
                 f"{source.url} is not the official file ({received:,} of {source.size:,} bytes, or "

@@ -246,6 +246,7 @@ def with_study_features(
         dataset,
         Represented(study_encoder(study, context.data_dir), study.representation, context.cache),
         components=study.features,
+        scale=True,
         progress=context.report_encoded,  # client by client, like the cache
     )
 
@@ -391,7 +392,7 @@ def missing_class_auroc(
             continue
         check_rows(int(present.sum()), study.features)
         pca = federated_pca([rows[torch.from_numpy(present)]], study.features)
-        features = FeatureMap(base, pca)
+        features = FeatureMap(base, pca, scale=True)
         mixture = FederatedGaussianMixture(
             study.components,
             covariance_type=study.covariance_type,

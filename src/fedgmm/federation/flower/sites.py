@@ -71,7 +71,8 @@ class FlowerSites:
         started, limits = time.monotonic(), limits_of(requests, timeout)
         self._drop_late_replies()
         waiting = self._send(requests, timeout)
-        for unsent in requests.keys() - waiting.values():
+        sent = set(waiting.values())
+        for unsent in [node for node in requests if node not in sent]:
             yield unsent, Failure("the request could not be sent")
         while waiting:
             for reply in self._pull(waiting):

@@ -317,12 +317,16 @@ class NetworkSites:
 
     async def _write(self, line: _Line, context: Any) -> None:
         """Welcome a site and send its requests; gRPC allows one write of a stream at a time."""
-        with contextlib.suppress(grpc.RpcError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        try:
             await context.write(greeting(welcome=True))
             while True:
                 await line.wake.wait()
                 line.wake.clear()
                 await self._send(line, context)
+        except (
+            Exception
+        ):  # gRPC has several for a site that is gone; without a writer it must reconnect
+            line.task.cancel()
 
     async def _send(self, line: _Line, context: Any) -> None:
         """Send the newest request of a site; afterwards the stream does not hold it."""

@@ -159,10 +159,10 @@ def is_proven(facts: Mapping[str, Any], challenge: str) -> bool:
     if not (isinstance(pem, str) and isinstance(host, str) and isinstance(proof, str)):
         return False
     try:
-        signature = bytes.fromhex(proof)
-    except ValueError:
+        signature, statement = bytes.fromhex(proof), _statement(challenge, host)
+    except ValueError:  # also for a host that cannot be encoded
         return False
-    return is_signed(pem, _statement(challenge, host), signature)
+    return is_signed(pem, statement, signature)
 
 
 def _statement(challenge: str, host: str) -> bytes:
