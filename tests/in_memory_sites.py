@@ -28,11 +28,10 @@ class InMemorySites:
     """Nodes are numbered; every request meets a new :class:`Site`, as after a restart.
 
     New sites share the rows of a table as long as its file is the same, because reading it again for
-    every request would take most of the time of these tests.
+    every request would take most of the time of these tests. Folders are not locked, because no other
+    process uses those of a test.
 
     Attributes:
-        locked: sites lock their folders for every request. By default they do not, because no other
-            process uses the folders of a test.
         down: names of sites that are connected but do not reply.
         gone: names of sites that are not connected.
         dead: nodes that do not reply.
@@ -41,12 +40,12 @@ class InMemorySites:
         asked: kinds of the requests of every exchange.
     """
 
-    def __init__(self, files, home, *, fresh=True, locked=False, **settings):
+    def __init__(self, files, home, *, fresh=True, **settings):
         self.home = Path(home)
         self.settings = {}
         for number, path in enumerate(files):
             self.add(path, node=f"node-{number}", **settings)
-        self.fresh, self.locked = fresh, locked
+        self.fresh = fresh
         self.sites, self.tables = {}, {}
         self.down, self.gone, self.dead = set(), set(), set()
         self.tamper = lambda name, request, reply: reply
@@ -73,9 +72,8 @@ class InMemorySites:
             lines = self.lines.setdefault(self.name_of(node), [])
             with patch.object(SiteTable, "found", partial(self._table, node, SiteTable.found)):
                 site = self.sites[node] = Site(self.settings[node], notify=lines.append)
-            if not self.locked:
-                private_folder(site.settings.out)
-                site._folder.run.lock = nullcontext
+            private_folder(site.settings.out)
+            site._folder.run.lock = nullcontext
         return self.sites[node]
 
     def _table(self, node, found, data, *arguments):

@@ -157,15 +157,19 @@ class FederationDemo:
     def _watch(self, server: subprocess.Popen[bytes]) -> None:
         """Print the server's log, and measure its phases."""
         since = time.perf_counter()
-        deadline = time.monotonic() + _TIMEOUT
+        deadline, line = time.monotonic() + _TIMEOUT, ""
         with (self.out / "server.txt").open(encoding="utf-8", errors="replace") as log:
             while (ended := server.poll() is not None) or time.monotonic() < deadline:
-                for line in log:
+                for part in log:
+                    line += part
+                    if not line.endswith("\n"):  # the rest is not written yet
+                        continue
                     print("  ", line, end="", flush=True)
                     for mark, phase in _PHASES.items():
                         if mark in line and phase not in self.seconds:
                             now = time.perf_counter()
                             self.seconds[phase], since = now - since, now
+                    line = ""
                 if ended:
                     return
                 time.sleep(0.1)
