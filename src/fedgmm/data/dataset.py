@@ -155,7 +155,7 @@ class LabelledRows:
         wanted[clients] = True
         here = wanted[self.codes]
         inputs, labels = taken(self.inputs, here), taken(self.labels, here)
-        if self.features_are_inputs:  # features of bytes would be floats, so they are made anew
+        if self.features_are_inputs:  # taking features of bytes would copy floats
             names = tuple(self.names[code] for code in clients.tolist())
             codes = (wanted.cumsum(0) - 1)[self.codes[here]]
             weights = None if self.weights is None else self.weights[here]
