@@ -567,3 +567,29 @@ def test_a_request_waits_until_the_site_is_welcome():
     asyncio.run(sites._connect(None, Context()))
     sites._loop.close()
     assert len(Context.sent) == 3
+
+
+def test_a_stream_ends_if_nothing_can_be_written():
+    """Otherwise the site would count as connected and hear nothing."""
+    sites = NetworkSites("127.0.0.1", 0)
+
+    class Context:
+        pieces = iter([greeting(protocol=PROTOCOL, instance="one")])
+        written = 0
+
+        async def write(self, piece):
+            self.written += 1
+            if self.written > 1:  # the welcome
+                raise RuntimeError("the site is gone")
+
+        async def read(self):
+            piece = next(self.pieces, None)
+            if piece is None:
+                await asyncio.sleep(60)
+            return piece
+
+    begun = time.monotonic()
+    asyncio.run(asyncio.wait_for(sites._connect(None, Context()), 10))
+    sites._loop.close()
+    assert time.monotonic() - begun < 5  # not by the limit
+    assert not sites.nodes()

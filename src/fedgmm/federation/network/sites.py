@@ -323,10 +323,8 @@ class NetworkSites:
                 await line.wake.wait()
                 line.wake.clear()
                 await self._send(line, context)
-        except (
-            Exception
-        ):  # gRPC has several for a site that is gone; without a writer it must reconnect
-            line.task.cancel()
+        except Exception:  # gRPC has several for a site that is gone
+            line.task.cancel()  # without a writer the site would wait, so it has to reconnect
 
     async def _send(self, line: _Line, context: Any) -> None:
         """Send the newest request of a site; afterwards the stream does not hold it."""
